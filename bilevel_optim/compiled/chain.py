@@ -45,13 +45,13 @@ def _leaf(value: Any) -> list[Any]:
 
 
 def set_apart(value: Any) -> Any:
-    """Apply `apart` to each leaf of a pytree."""
+    """Apply `detached` to each leaf of a pytree."""
     kind = type(value)
     if kind is list or kind is tuple:
-        return kind([set_apart(part) for part in value])
+        return kind([part if part is None else set_apart(part) for part in value])
     if kind is dict:
         return {name: set_apart(part) for name, part in value.items()}
-    return detached(value) if value is None or isinstance(value, Tensor) else tree_map(detached, value)
+    return detached(value) if isinstance(value, Tensor) else tree_map(detached, value)
 
 
 def detached(leaf: Any) -> Any:

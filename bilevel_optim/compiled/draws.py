@@ -14,7 +14,7 @@ from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Objective, Sample
 from ..problem.tasks import StandIn
 
-__all__ = ["MOST_TERMS", "Drawn", "GivenData", "Recorded", "Sources", "draw", "draw_tasks"]
+__all__ = ["MOST_TERMS", "Drawn", "GivenData", "Recorded", "Sources", "draw", "draw_tasks", "in_a_row"]
 
 MOST_TERMS = 64  # most terms of a finite sum in a compiled step
 Drawn = dict[str, list[Any]]  # source -> its samples, in order
@@ -42,6 +42,16 @@ class Sources:
         ]
 
     @property
+    def draw_in_order(self) -> bool:
+        """True if each loss draws the next batches of a list, or nothing: without random numbers."""
+        if self.tasks is not None:
+            return False
+        for objective in self.objectives.values():
+            if type(objective) is not Objective or type(objective.data) not in _LISTS:
+                return False
+        return True
+
+    @property
     def terms(self) -> dict[str, int]:
         """Number of terms of each loss that is a finite sum."""
         return {f"{level}_terms": o.terms for level, o in self.objectives.items() if o.terms is not None}
@@ -53,33 +63,43 @@ class Sources:
 
     def why_eager(self) -> str:
         """Return why steps with these losses are not compiled; empty if they may be."""
-        if any(objective.accumulate > 1 for objective in self.objectives.values()):
-            return (
-                "an Objective has accumulate > 1, but a compiled step takes a sample as one batch: use larger batches"
-            )
+        for objective in self.objectives.values():
+            if objective.accumulate > 1:
+                return (
+                    "an Objective has accumulate > 1, but a compiled step takes a sample as one batch: use larger "
+                    "batches"
+                )
         return ""
 
 
 def _is_list(objective: Objective) -> bool:
-    kind, data = type(objective), objective.data
-    return kind is FiniteSum or (kind is Objective and type(data) in (list, tuple, type(None)))
+    kind = type(objective)
+    return kind is FiniteSum or (kind is Objective and type(objective.data) in _LISTS)
+
+
+_LISTS = (list, tuple, type(None))
 
 
 # ------------------------------------------------------------------------------------------------ before a step
 
 
-def draw(draws: Sequence[Draw], sources: Sources, random: Mapping[str, Tensor]) -> Drawn:
+def in_a_row(draws: Sequence[Draw]) -> list[tuple[Draw, int]]:
+    """Return each declared draw with the number of equal ones in a row."""
+    return [(own, len([*same])) for own, same in groupby(draws)]
+
+
+def draw(draws: Sequence[tuple[Draw, int]], sources: Sources, random: Mapping[str, Tensor]) -> Drawn:
     """Draw the samples of one step from the losses. A draw that is skipped repeats the one before.
 
     Args:
-        draws: the draws that the method has declared.
+        draws: the draws that the method has declared, from `in_a_row`.
         sources: the losses.
         random: random inputs of the step.
     """
     found: Drawn = {}
-    for own, same in groupby(draws):
+    for own, times in draws:
         level = own.level if own.level in sources.objectives else "upper"  # the method takes one loss
-        objective, times = sources.objectives[level], len([*same])
+        objective = sources.objectives[level]
         if own.whole:
             found.setdefault(f"all of {level}", []).extend(_terms(objective) for _ in range(times))
             continue

@@ -31,19 +31,26 @@ __all__ = ["PureStep", "State", "following", "results_of", "state_of"]
 State = dict[str, Any]  # a pytree of the tensors that a step reads and that change from step to step
 
 
-def state_of(inputs: StepInputs, x: Vector, y: Vector, buffers: Sequence[Tensor], rates: Sequence[Tensor]) -> State:
-    """Return the state that a step reads, as a pytree."""
+def state_of(
+    known: Mapping[str, Any],
+    numbers: Mapping[str, Any],
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    rates: Sequence[Tensor],
+) -> State:
+    """Return the state that a step reads, as a pytree; ``known`` has the entries of x and y as in `StepInputs`."""
     return {
         "x": [*x],
         "y": [*y],
         "buffers": [*buffers],
         "rates": [*rates],
-        "memory": {name: [*vector] for name, vector in inputs.memory.items()},
-        "upper_memory": {name: [*vector] for name, vector in inputs.upper_memory.items()},
-        "tables": dict(inputs.tables),
-        "solver": _copied(inputs.solver),
-        "upper_solver": _copied(inputs.upper_solver),
-        "numbers": {name: value for name, value in inputs.numbers.items() if isinstance(value, Tensor)},
+        "memory": {name: [*vector] for name, vector in known["memory"].items()},
+        "upper_memory": {name: [*vector] for name, vector in known["upper_memory"].items()},
+        "tables": {**known["tables"]},
+        "solver": _copied(known["solver"]),
+        "upper_solver": _copied(known["upper_solver"]),
+        "numbers": {name: value for name, value in numbers.items() if isinstance(value, Tensor)},
     }
 
 

@@ -8,7 +8,7 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -32,7 +32,7 @@ from ..optimizer.transaction import Write, make, writes_of
 from ..oracle.buffers import unnoted
 from ..oracle.oracle import Oracle
 from ..problem.objective import Objective
-from ..problem.parameters import LEVELS, by_level
+from ..problem.parameters import LEVELS, by_level, require_rates
 from ..problem.random import draw_random_inputs, preserve_rng
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
@@ -41,7 +41,7 @@ from .alone import gradients_aside, hold_tracing_lock
 from .backend import Call, Program, WantsConstants, backend_of, record_calls
 from .chain import Chain, Unchained, leaves_of, set_apart
 from .compare import Accepted, mismatch, perturbed_by_rounding
-from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks
+from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks, in_a_row
 from .pure import PureStep, State, results_of, state_of
 from .reasons import Refused, reason_of, require_no_effects
 
@@ -174,7 +174,7 @@ class Entry:
     Attributes:
         key: their cache key.
         is_known: whether there was such a step before; the first may be the only one.
-        draws: draws of each step; None if the method has to be asked.
+        draws: draws of each step (without tasks from `in_a_row`); None if the method has to be asked.
         draw_all: draws all that a step needs, for a method that chooses its own tasks.
         pure: the step as a function; None until the state has settled.
         compiled: form of the data and the function compiled for it, the last used first.
@@ -199,11 +199,11 @@ class Entry:
         None if the samples of a step are not the next batches of lists.
         """
         times: dict[str, int] = {}
-        for own in self.draws or ():
+        for own, n in self.draws or ():
             level = own.level if own.level in sources.objectives else "upper"
             if own.whole or own.only is not None or type(sources.objectives[level]) is not Objective:
                 return None
-            times[level] = times.get(level, 0) + 1
+            times[level] = times.get(level, 0) + n
         if self.draw_all is not None or not times:
             return None
         return [
@@ -342,16 +342,20 @@ class CompiledSteps:
             return self._noted(self._eager(sources, update), reason)
         if entry.pure is None or not entry.compiled or (entry.uses and entry.is_due):
             return self._beside_eager(entry, inputs, update)
-        try:
-            results = self._run_known(entry, self._given(inputs, self._state(entry.pure)))
-        except _Unread:
+        with torch.no_grad():
+            try:
+                results = self._run_known(entry, self._given(inputs, self._state(entry.pure)))
+            except _Unread:
+                results = None
+            if results is not None:
+                entry.uses += 1
+                if not (self.optimizer.check_finite and self._troubled(results["alerts"], results["flags"].tolist())):
+                    self._write(entry, results, update)
+                    loss: Tensor = results["loss"]
+                    return loss
+        if results is None:
             return self._beside_eager(entry, inputs, update)
-        entry.uses += 1
-        if self.optimizer.check_finite and self._troubled(results["alerts"], results["flags"].tolist()):
-            return self._eager(self._again(inputs), update, inputs.random)
-        self._write(entry, results, update)
-        loss: Tensor = results["loss"]
-        return loss
+        return self._eager(self._again(inputs), update, inputs.random)
 
     def _noted(self, loss: Tensor, reason: str) -> Tensor:
         """Report why a step was eager, and return its loss."""
@@ -379,11 +383,12 @@ class CompiledSteps:
         return reason
 
     def _why_eager(self, entry: Entry | None, sources: Sources) -> str:
-        why = self._why_always(sources.tasks) or sources.why_eager()
-        code = _code(sources)
-        if entry is None:  # an eager step; earlier steps may have had the same losses
-            return why or next((own.reasons[code] for own in self._entries if code in own.reasons), "")
-        return why or entry.reasons.get(code, "")
+        """Return why a step with these losses runs eagerly; empty if it may be compiled."""
+        if entry is not None:  # so nothing stands against all steps
+            return sources.why_eager() or (entry.reasons.get(_code(sources), "") if entry.reasons else "")
+        why, code = self._why_always(sources.tasks) or sources.why_eager(), _code(sources)
+        # Earlier steps may have had the same losses.
+        return why or next((own.reasons[code] for own in self._entries if code in own.reasons), "")
 
     def _entry(self, sources: Sources, update: bool) -> Entry | None:
         """Return the entry of steps like the next one; None if it has to run eagerly."""
@@ -394,7 +399,7 @@ class CompiledSteps:
         own = optimizer._graph_key(state.steps, optimizer.numbers | sources.terms)
         if own is None:
             return None
-        key = [moves, sources.kind, own, *self._options()]
+        key = [moves, sources.kind, own, self._options()]
         for i, entry in enumerate(self._entries):
             if entry.key == key:
                 self._new = 0
@@ -415,27 +420,23 @@ class CompiledSteps:
         del self._entries[4 * MOST :]
         return self._entries[0]
 
-    def _options(self) -> Iterator[Any]:
-        """Yield all that a user may change in a run and that decides the operations of a step."""
+    def _options(self) -> list[Any]:
+        """Return all that a user may change in a run and that decides the operations of a step."""
         own = vars(self.optimizer)
         if not self._names:
             self._names = [name for name, v in own.items() if isinstance(v, PLAIN) and not name.startswith("_")]
-        for name in self._names:
-            yield own[name]
+        found = [own[name] for name in self._names]
         for group in self.optimizer.param_groups:
             for name, value in group.items():
                 if name == "params":
                     for p in value:
-                        yield id(p)
-                        yield p.requires_grad
-                        yield bool(p._backward_hooks)
+                        found += (id(p), p.requires_grad, bool(p._backward_hooks))
                 elif name not in NOT_IN_KEY:
-                    yield value if isinstance(value, PLAIN) else id(value)
-
-        for buffer in self.optimizer._run_state.buffers.changing():
-            yield id(buffer)
+                    found.append(value if isinstance(value, PLAIN) else id(value))
+        found += map(id, self.optimizer._run_state.buffers.changing())
         for hooks in HOOKS:
-            yield sum([getattr(hook, "__module__", "") != unnoted.__module__ for hook in [*hooks.values()]])
+            found.append(sum([getattr(hook, "__module__", "") != unnoted.__module__ for hook in [*hooks.values()]]))
+        return found
 
     def _random_inputs(self) -> dict[str, Tensor]:
         counts = self.optimizer._random_inputs()
@@ -465,8 +466,9 @@ class CompiledSteps:
         given = replace(given, numbers=given.numbers | sources.terms)
         draws: Sequence[Any] | None
         if sources.tasks is None:
-            draws = optimizer._draws(given)
-            many = any(own.whole for own in draws or ()) and max(sources.terms.values(), default=0) > MOST_TERMS
+            declared = optimizer._draws(given)
+            many = any(own.whole for own in declared or ()) and max(sources.terms.values(), default=0) > MOST_TERMS
+            draws = None if declared is None else in_a_row(declared)
         else:
             draws, many = optimizer._task_draws(given, sources.tasks), False
         reason = ""
@@ -602,29 +604,29 @@ class CompiledSteps:
         return Given(_functions(self.optimizer, sources), sources.tasks, drawn, inputs.random, state)
 
     def _run_known(self, entry: Entry, given: Given) -> dict[str, Any]:
-        """Run a compiled program for this step; raise `_Unread` if none fits."""
-        with torch.no_grad():
-            try:
-                results: dict[str, Any] = entry.compiled[0][1].run_known(*given)
-                return results
-            except _Unread:
-                if len(entry.compiled) == 1:
-                    raise
-            except Exception as error:  # the losses have changed in a way that torch's guards do not see
-                raise _Unread from error
-            form = _form(given)
-            for i, (own, compiled) in enumerate(entry.compiled):
-                if i and own == form:
-                    found: dict[str, Any] = compiled.run_known(*given)
-                    entry.compiled.insert(0, entry.compiled.pop(i))
-                    return found
+        """Run a compiled program for this step, without gradients; raise `_Unread` if none fits."""
+        try:
+            results: dict[str, Any] = entry.compiled[0][1].run_known(*given)
+            return results
+        except _Unread:
+            if len(entry.compiled) == 1:
+                raise
+        except Exception as error:  # the losses have changed in a way that torch's guards do not see
+            raise _Unread from error
+        form = _form(given)
+        for i, (own, compiled) in enumerate(entry.compiled):
+            if i and own == form:
+                found: dict[str, Any] = compiled.run_known(*given)
+                entry.compiled.insert(0, entry.compiled.pop(i))
+                return found
         raise _Unread
 
     def _run_or_compile(self, entry: Entry, given: Given) -> dict[str, Any]:
         """Run a compiled program for this step; compile it now if none fits."""
         try:
             if entry.compiled:
-                results = self._run_known(entry, given)
+                with torch.no_grad():
+                    results = self._run_known(entry, given)
                 entry.uses += 1
                 return results
         except _Unread:
@@ -682,13 +684,13 @@ class CompiledSteps:
     def _state(self, pure: PureStep) -> State:
         """Return the state that the next compiled step reads, from the optimizer and the live tensors."""
         optimizer = self.optimizer
-        x, y = Vector(pure.live_x).detach(), Vector(pure.live_y).detach()
-        given = optimizer._inputs(by_level(optimizer.param_groups), pure.live_x, pure.live_y, y)
-        return state_of(given, x, y, pure.buffers, self._now(y[0].device))
+        x, y = [t.detach() for t in pure.live_x], [t.detach() for t in pure.live_y]
+        known = optimizer._remembered(pure.live_x, pure.live_y)
+        return state_of(known, optimizer.numbers, x, y, pure.buffers, self._now(y[0].device))
 
     def _read(self, inputs: StepInputs, oracle: Oracle, buffers: Sequence[Tensor]) -> State:
         """Return the state that an eager step reads, from its inputs and oracle."""
-        return state_of(inputs, oracle.x, oracle.y, buffers, self._now(oracle.device))
+        return state_of(vars(inputs), inputs.numbers, oracle.x, oracle.y, buffers, self._now(oracle.device))
 
     def _now(self, device: torch.device) -> list[Tensor]:
         """Return the learning rates as tensors, new ones if a rate has changed, so that no schedule recompiles."""
@@ -697,6 +699,7 @@ class CompiledSteps:
         plain = {*map(type, values)} == {float}
         if plain and values == self._rates[0]:
             return self._rates[1]
+        require_rates(groups)
         kind = torch.float64 if device.type != "mps" else torch.float32
         # Detached, so that none is a view: a fake view keeps its base where the garbage collector does not look. Of one
         # dimension, because Dynamo takes the value of a scalar for another input, and then traces the step once more.
@@ -715,7 +718,7 @@ class CompiledSteps:
         return bool(amiss) or not on <= optimizer._run_state.warned or optimizer._reacts_to(optimizer.numbers) in on
 
     def _write(self, entry: Entry, results: dict[str, Any], update: bool, times: int = 1) -> None:
-        """Write the results of a step, the last of ``times``."""
+        """Write the results of a step, the last of ``times``, without gradients."""
         optimizer, state, pure = self.optimizer, self.optimizer._run_state, entry.pure
         assert pure is not None
         after = {
@@ -723,16 +726,14 @@ class CompiledSteps:
             "steps": state.steps + times,
             "last_loss": results["loss"],
         }
-        with torch.no_grad():
-            estimate, moved = results_of(results, partial(_table, optimizer, pure))
-            live = _Live(Vector(pure.live_x), Vector(pure.live_y))
-            writes = writes_of(optimizer.state, live, estimate, moved)  # type: ignore[arg-type]
-            writes += _buffer_writes(pure, results["buffers"])
-            numbers = {**results["plain"], **results["numbers"]}
-            writes += optimizer._result_writes(results["diagnostics"], numbers, state.found, after)
-            if update and optimizer._host_update:
-                writes += optimizer._update_writes_after(estimate, live.live_x, live.live_y)
-            make(writes)
+        estimate, moved = results_of(results, partial(_table, optimizer, pure))
+        writes = writes_of(optimizer.state, pure.live_x, pure.live_y, estimate, moved)
+        writes += _buffer_writes(pure, results["buffers"])
+        numbers = {**results["plain"], **results["numbers"]}
+        writes += optimizer._result_writes(results["diagnostics"], numbers, state.found, after)
+        if update and optimizer._host_update:
+            writes += optimizer._update_writes_after(estimate, pure.live_x, pure.live_y)
+        make(writes)
 
     # ------------------------------------------------------------------------------------------------ many steps
 
@@ -785,7 +786,7 @@ class CompiledSteps:
             return None
         given = self._given(inputs, state)
         try:
-            with record_calls() as calls:
+            with torch.no_grad(), record_calls() as calls:
                 results = self._run_known(entry, given)
         except _Unread:
             return None
@@ -810,7 +811,8 @@ class CompiledSteps:
                 self._drawn(entry, sources)
             losses, _, last = chain.follow(calls[0], data[: sound - 1])
         entry.uses += sound
-        self._write(entry, chain.results(last), True, sound)
+        with torch.no_grad():
+            self._write(entry, chain.results(last), True, sound)
         return torch.stack(losses)
 
     def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> tuple[list[Sequence[Any]], bool]:
@@ -842,8 +844,11 @@ class CompiledSteps:
         return data, True
 
     def _place(self, sources: Sources) -> Place:
+        marks = [objective.mark() for objective in sources.objectives.values()]
+        if sources.draw_in_order and not self.optimizer._random_inputs():
+            return Place(marks, None, None)  # an eager step rewinds what its evaluations draw
         own = None if self.optimizer.generator is None else self.optimizer.generator.get_state()
-        return Place([objective.mark() for objective in sources.objectives.values()], own, torch.get_rng_state())
+        return Place(marks, own, torch.get_rng_state())
 
     def _return_to(self, sources: Sources, place: Place) -> None:
         """Rewind all draws to a place."""
@@ -851,25 +856,21 @@ class CompiledSteps:
             objective.rewind(mark)
         if self.optimizer.generator is not None and place.own is not None:
             self.optimizer.generator.set_state(place.own)
-        torch.set_rng_state(place.default)
+        if place.default is not None:
+            torch.set_rng_state(place.default)
 
 
 class Place(NamedTuple):
-    """Positions of draws: in the data, and the states of the optimizer's generator and of torch's."""
+    """Positions of draws: in the data, and the states of the optimizer's generator and of torch's, if they advance."""
 
     marks: list[tuple[Any, ...]]
     own: Tensor | None
-    default: Tensor
-
-
-class _Live(NamedTuple):
-    """The live parameters, under the names that an oracle has for them."""
-
-    live_x: Vector
-    live_y: Vector
+    default: Tensor | None
 
 
 def _buffer_writes(pure: PureStep, left: Sequence[Tensor]) -> list[Write]:
+    if not left:
+        return []
     pairs = [pair for pair in zip(pure.buffers, left, strict=True) if pair[0] is not pair[1]]
     return [partial(Vector(live for live, _ in pairs).copy_, [value for _, value in pairs])] if pairs else []
 

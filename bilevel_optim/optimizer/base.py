@@ -782,7 +782,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         (estimate, update), session = results, oracle.session
         numbers = estimate.numbers if update is None else {**estimate.numbers, **update.numbers}
         return [
-            *writes_of(self.state, oracle, estimate, update),
+            *writes_of(self.state, oracle.live_x, oracle.live_y, estimate, update),
             *self._result_writes(
                 measured(estimate.figures, above=KEPT),
                 numbers,
@@ -883,20 +883,11 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         random_inputs: Mapping[str, Any] = MappingProxyType({}),
     ) -> StepInputs:
         """Return the inputs of a step of these tensors, read from the state; ``lower`` holds y's values, if known."""
-        if self._placeholders:
-            self.state.clear()
-            self._placeholders = False
-        self._run_state.follow(self.state, [p for group in self.param_groups for p in group["params"]])
-        known = remembered(self.state, y)
-        if not self.warm_start or self.lower_init is not None:
-            known["solver"] = None
         return StepInputs(
             upper_groups=groups["upper"],
             lower_groups=groups["lower"],
-            **known,
-            upper_memory=recalled(self.state, x),
+            **self._remembered(x, y),
             upper_rule=None if self._upper_rules is None else partial(self._upper_rules, groups["upper"]),
-            upper_solver=None if self._upper_rules is None else solver_memory(self.state, x),
             lower=Vector(y).detach() if lower is None else lower,
             numbers=dict(self.numbers),
             steps=self._run_state.steps,
@@ -906,6 +897,19 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             lower_init=self.lower_init,
             random_inputs=random_inputs,
         )
+
+    def _remembered(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the state of these tensors that a step reads, under its names in `StepInputs`."""
+        if self._placeholders:
+            self.state.clear()
+            self._placeholders = False
+        self._run_state.follow(self.state, [p for group in self.param_groups for p in group["params"]])
+        known = remembered(self.state, y)
+        if not self.warm_start or self.lower_init is not None:
+            known["solver"] = None
+        known["upper_memory"] = recalled(self.state, x)
+        known["upper_solver"] = None if self._upper_rules is None else solver_memory(self.state, x)
+        return known
 
     # ------------------------------------------------------------------------------------------------ x alone
 

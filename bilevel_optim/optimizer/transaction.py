@@ -153,9 +153,10 @@ def make(writes: Sequence[Write]) -> None:
         raise
 
 
-def writes_of(state: State, oracle: Oracle, estimate: Estimate, update: Update | None = None) -> list[Write]:
-    """Return the writes of an estimate, ``.grad`` of x included, and of the update of x."""
-    x, y = oracle.live_x, oracle.live_y
+def writes_of(
+    state: State, x: Sequence[Tensor], y: Sequence[Tensor], estimate: Estimate, update: Update | None = None
+) -> list[Write]:
+    """Return the writes of an estimate for these live tensors, ``.grad`` of x included, and of the update of x."""
     # Copies, because gradients are clipped in place.
     gradients = [gradient.detach().clone() for gradient in estimate.gradient]
     writes: list[Write] = [partial(write_rows, estimate.writes)] if estimate.writes else []
@@ -172,7 +173,7 @@ def writes_of(state: State, oracle: Oracle, estimate: Estimate, update: Update |
         lower = estimate.lower if update.lower is None else update.lower
         return writes + _writes_of_values(state, x, y, update, lower)
     if estimate.lower is not None:
-        writes.append(partial(_write_values, y, estimate.lower))  # last, because the state may hold the old y
+        writes.append(partial(_write_values, Vector(y), estimate.lower))  # last, because the state may hold the old y
     return writes
 
 
