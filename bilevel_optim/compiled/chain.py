@@ -14,7 +14,7 @@ from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from .backend import Call, Program
 from .pure import State, following
 
-__all__ = ["Chain", "Unchained", "leaves_of", "set_apart"]
+__all__ = ["Chain", "Unchained", "leaves", "leaves_of", "set_apart"]
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
@@ -32,16 +32,15 @@ def leaves(value: Any) -> list[Any]:
     kind = type(value)
     if kind is dict:
         value, kind = value.values(), list
-    if kind is list or kind is tuple:
-        return [leaf for part in value for leaf in (leaves(part) if type(part) in _CONTAINERS else _leaf(part))]
-    return _leaf(value)
-
-
-_CONTAINERS = (dict, list, tuple)
-
-
-def _leaf(value: Any) -> list[Any]:
-    return [value] if value is None or isinstance(value, Tensor) else tree_leaves(value)
+    if kind is not list and kind is not tuple:
+        return [value] if value is None or isinstance(value, Tensor) else tree_leaves(value)
+    found: list[Any] = []
+    for part in value:
+        if part is None or isinstance(part, Tensor):
+            found.append(part)
+        else:
+            found += leaves(part)
+    return found
 
 
 def set_apart(value: Any) -> Any:
@@ -273,6 +272,8 @@ def _known(memory: dict[Any, int], t: Any) -> int:
 
 
 def _has_form(leaf: Any, form: Any) -> bool:
+    if leaf is None:
+        return form is None
     if isinstance(leaf, Tensor):
         if type(form) is not tuple or len(form) != 4:
             return False

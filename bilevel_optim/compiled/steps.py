@@ -39,7 +39,7 @@ from ..solvers.agd import AGD
 from ..solvers.lower import is_known
 from .alone import gradients_aside, hold_tracing_lock
 from .backend import Call, Program, WantsConstants, backend_of, record_calls
-from .chain import Chain, Unchained, leaves_of, set_apart
+from .chain import Chain, Unchained, leaves, leaves_of, set_apart
 from .compare import Accepted, mismatch, perturbed_by_rounding
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks, in_a_row
 from .pure import PureStep, State, results_of, state_of
@@ -836,7 +836,7 @@ class CompiledSteps:
                     here = id(batch), len(own)
                     part = known.get(here)
                     if part is None:
-                        part = known[here] = (*leaves_of({"": [batch]}, {}), None, None)
+                        part = known[here] = (*leaves(batch), None, None)  # its index and weight are None
                         if not chain.fits(part, len(own)):
                             return data, False
                     own += part
