@@ -174,10 +174,11 @@ def by_hand(name: str, problem: Shape, steps: int) -> tuple[Advance, Callable[[]
 
 
 def make(
-    problem: str, name: str, entry: str, steps: int, device: str = "cpu"
+    problem: str, name: str, entry: str, steps: int, device: str = "cpu", lower: int | None = None
 ) -> tuple[Advance, Callable[[], Sequence[Any]], Any]:
     """Return an entry: a function that runs the steps, one for the values of x and y, and the optimizer or None."""
     own = shape(problem, device=device)
+    own.steps = lower or own.steps
     if entry == "hand":
         return *by_hand(name, own, steps), None
     if entry == "jax":
@@ -205,7 +206,13 @@ def possible(problem: str, name: str, entries: Sequence[str], device: str = "cpu
 
 
 def measure(
-    problem: str, name: str, entries: Sequence[str], steps: int, rounds: int, device: str = "cpu"
+    problem: str,
+    name: str,
+    entries: Sequence[str],
+    steps: int,
+    rounds: int,
+    device: str = "cpu",
+    lower: int | None = None,
 ) -> dict[str, Any]:
     """Measure a method on a problem in this process; without rounds, only the compile times."""
     torch.set_num_threads(1)
@@ -216,7 +223,7 @@ def measure(
     for entry in possible(problem, name, entries, device):
         try:
             begin = time.perf_counter()
-            advance, values, optimizer = make(problem, name, entry, steps, device)
+            advance, values, optimizer = make(problem, name, entry, steps, device, lower)
             taken = [time.perf_counter() - begin]
             for _ in range(CALLS):
                 begin = time.perf_counter()
@@ -249,7 +256,7 @@ def measure(
 
 
 def record(
-    problem: str, name: str, entries: Sequence[str], steps: int, rounds: int, device: str
+    problem: str, name: str, entries: Sequence[str], steps: int, rounds: int, device: str, lower: int | None
 ) -> dict[str, Any] | str:
     """Return the figures of two processes: all with an empty cache, then compile times with the filled cache."""
     with tempfile.TemporaryDirectory() as cache:
@@ -265,6 +272,7 @@ def record(
             cache,
             "--device",
             device,
+            *(("--lower-steps", lower) if lower else ()),
         )
         cold = alone("recipes.benchmarks.speed", *options, "--rounds", rounds)
         if isinstance(cold, str):
@@ -320,7 +328,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
     parser.add_argument("--entries", nargs="+", choices=ENTRIES, default=[*ENTRIES], help="default: all")
     parser.option("rounds", 5, "rounds of timing")
     parser.option("inner", 32, "steps per call", shown=", ".join(f"{n} ({p})" for p, n in STEPS.items()))
-    parser.set_defaults(inner=None)
+    several = "lower steps and products of methods that make several"
+    parser.option("lower_steps", 10, several, shown="10, or 5 on the last two problems")
+    parser.set_defaults(inner=None, lower_steps=None)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # internal: one record in a separate process
     parser.add_argument("--cache", help=argparse.SUPPRESS)
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
@@ -329,7 +339,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
         (problem, name), rounds = args.one, 0 if args.compile_only else args.rounds
         with patch.dict(os.environ, PLACES, TORCHINDUCTOR_CACHE_DIR=args.cache), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            print(json.dumps(measure(problem, name, args.entries, args.inner, rounds, args.device)))
+            print(json.dumps(measure(problem, name, args.entries, args.inner, rounds, args.device, args.lower_steps)))
         return None
     path = args.out / "speed.records.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -342,10 +352,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
             setting = {
                 "problem": problem, "method": name, "entries": args.entries, "inner": steps, "rounds": args.rounds,
                 **({} if args.device == "cpu" else {"device": args.device}),
+                **({"lower_steps": args.lower_steps} if args.lower_steps else {}),
             }  # fmt: skip
             key = json.dumps(setting, sort_keys=True)
             if key not in records:
-                found = record(problem, name, args.entries, steps, args.rounds, args.device)
+                found = record(problem, name, args.entries, steps, args.rounds, args.device, args.lower_steps)
                 if isinstance(found, str):
                     print(f"{problem}, {name}: {found}", flush=True)
                     continue
