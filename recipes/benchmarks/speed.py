@@ -16,10 +16,9 @@ problem      lower variables                                                    
 ============ ================================================================== =======================
 
 ``eager`` is ``optimizer.step``; ``step`` is the same after ``optimizer.compile()``; ``run`` is ``optimizer.run`` of
-many steps at once after ``compile(unroll=8)``; ``hand`` is the algorithm in plain functions, traced and compiled, one
-step at a time; ``jax`` is the same functions in JAX, many steps in one jitted scan (``pip install
-bilevel-optim[bench]``). Methods make ten lower steps and products, five on the last two problems, and one lower step if
-that is their default (TTSA).
+many steps at once after it; ``hand`` is the algorithm in plain functions, traced and compiled, one step at a time;
+``jax`` is the same functions in JAX, many steps in one jitted scan (``pip install bilevel-optim[bench]``). Methods make
+ten lower steps and products, five on the last two problems, and one lower step if that is their default (TTSA).
 
 Every record is a separate process on one thread, whose entries are timed in turn; figures are medians over the rounds.
 Compile times are seconds of the first calls minus those of later ones: cold with an empty Inductor cache, warm in a
@@ -137,7 +136,7 @@ def library(name: str, problem: Shape, entry: str, steps: int) -> tuple[Advance,
     optimizer: Any
     optimizer, losses, extra = optimizer_of(name, problem)
     if entry != "eager":
-        optimizer.compile(unroll=8 if entry == "run" else 1)
+        optimizer.compile()
     if entry == "run":
         return lambda: optimizer.run(*losses, steps=steps, **extra), optimizer
 
