@@ -140,6 +140,17 @@ class Chain:
         if (kind, other) != ("result", "result"):
             raise Unchained
         self.data = [*map(_form, drawn)]
+        self._alike: dict[tuple[int, int, int], bool] = {}
+
+    def are_alike(self, first: int, place: int, count: int) -> bool:
+        """Return True if samples that have the form of those at ``first`` have that of those at ``place``."""
+        if first == place:
+            return True
+        key = first, place, count
+        if key not in self._alike:
+            mine, others = self.data[first : first + count], self.data[place : place + count]
+            self._alike[key] = len(mine) == len(others) and all(map(_same_form, mine, others))
+        return self._alike[key]
 
     def fits(self, drawn: Sequence[Any], place: int | None = None) -> bool:
         """Return True if samples have the form that the program was made for.
@@ -269,6 +280,11 @@ def _known(memory: dict[Any, int], t: Any) -> int:
     if found is None:
         raise Unchained
     return found
+
+
+def _same_form(one: Any, other: Any) -> bool:
+    """Return True if all samples that have one form have the other: forms of tensors, or None."""
+    return one is other is None or (type(one) is type(other) is tuple and one == other)
 
 
 def _has_form(leaf: Any, form: Any) -> bool:

@@ -759,9 +759,8 @@ class CompiledSteps:
             return None
         now, numbers = optimizer._run_state.steps, optimizer.numbers | sources.terms
         most = min(most, entry.unwatched, STILL - 1 - now if now < STILL else most)
+        most = next((k for k in range(1, most) if optimizer._graph_key(now + k, numbers) != entry.key[2]), most)
         if most < 2 or optimizer._host_update or not sources.are_lists:
-            return None
-        if any(optimizer._graph_key(now + k, numbers) != entry.key[2] for k in range(1, most)):
             return None
         began, place = time.monotonic() + entry.seconds, self._place(sources)
         try:
@@ -828,17 +827,17 @@ class CompiledSteps:
                     return data, False
                 data.append(own)
             return data, True
-        known: dict[tuple[int, int], Sequence[Any]] = {}  # leaves of a batch at a position; batches recur
+        known: dict[int, tuple[Sequence[Any], int]] = {}  # leaves of a batch and their first place; batches recur
         for k in range(count):
             own = []
             for batches, times in columns:
                 for batch in batches[k * times : (k + 1) * times]:
-                    here = id(batch), len(own)
-                    part = known.get(here)
-                    if part is None:
-                        part = known[here] = (*leaves(batch), None, None)  # its index and weight are None
+                    part, first = known.get(id(batch), (None, -1))
+                    if part is None or not chain.are_alike(first, len(own), len(part)):
+                        part = (*leaves(batch), None, None)  # its index and weight are None
                         if not chain.fits(part, len(own)):
                             return data, False
+                        known[id(batch)] = part, len(own)
                     own += part
             data.append(own)
         return data, True

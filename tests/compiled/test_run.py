@@ -110,8 +110,12 @@ def test_non_finite_values_end_several_steps_in_one_graph():
     assert all(map(torch.equal, ends[0][:2], ends[1][:2]))
 
 
-def test_another_kind_of_step_ends_what_is_drawn_at_once():
-    """Steps with more lower steps are made with another graph, also where the losses draw nothing."""
+def test_another_kind_of_step_ends_what_is_drawn_at_once(monkeypatch):
+    """Steps with more lower steps are made with another graph, also where the losses draw nothing; others in a row."""
+    counted, follow = [], Chain.follow
+    monkeypatch.setattr(
+        Chain, "follow", lambda own, first, data: counted.append(1 + len(data)) or follow(own, first, data)
+    )
 
     class Unequal(bo.StocBiO):
         def _lower_step_count(self, steps):
@@ -127,6 +131,7 @@ def test_another_kind_of_step_ends_what_is_drawn_at_once():
         results.append(ends(optimizer, losses, x, y, found))
         assert optimizer.captured_graphs == 2
     assert all(map(torch.equal, *results))
+    assert max(counted, default=0) == 3  # of four steps one has more lower steps
 
 
 @pytest.mark.parametrize("change", [(None, BATCHES), (BATCHES, None), ("sum", BATCHES)])
