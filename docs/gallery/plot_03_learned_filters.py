@@ -81,7 +81,10 @@ for _ in range(steps):
 
 # %%
 # Both penalties denoise a photograph that neither has seen. The weight of total
-# variation is the best of a grid on the training patches.
+# variation is the best of a grid on the training patches. Neither is the best way to
+# remove this noise: ``bm3d.bm3d(test[0, 0].numpy(), 0.1)`` (BM3D, the package bm3d
+# 4.0.3) has 25.94 dB, the learned filters 25.14 and total variation 24.88 (torch
+# 2.14.1). Of five noise levels for BM3D, 0.1 is the best on the training patches.
 
 
 def total_variation(u, data, weight):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ KINDS: dict[type, Callable[[str], Any]] = {int: count, float: positive}
 
 
 def _words(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return shlex.join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,7 +89,7 @@ class Parser(argparse.ArgumentParser):
         """Add the argument for the methods to run; a default that is a string describes the program's own choice."""
         chosen = None if isinstance(default, str) else list(default)
         self.add_argument(flag, nargs="+", choices=[*names], default=chosen, metavar="NAME",
-                          help=f"of {', '.join(names)}; default: {_words(default)}")  # fmt: skip
+                          help=f"of {', '.join(map(shlex.quote, names))}; default: {_words(default)}")  # fmt: skip
 
     def data(self, names: Iterable[str], *, flag: str = "--data", download: bool = True) -> None:
         """Add the arguments for the data set (default: the first) and for its folder."""
