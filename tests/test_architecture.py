@@ -249,7 +249,6 @@ COMPILING = {
     "methods/tracked/watching.py": "there is no warning from the number of a step, which is no argument of a graph",
     "optimizer/base.py": "the flags of an estimate are not read, but are results of the graph",
     "optimizer/hooks.py": "verbs are called, and not looked into, where the loop of a user is compiled",
-    "oracle/batched.py": "the size above which convolutions are faster one by one is another",
     "oracle/buffers.py": "a hook of a first step does not note what a compiled module calls",
     "oracle/checks.py": "whether a vector is finite is looked at where it is made, not at the end",
     "oracle/differentiable.py": "operations without second derivatives are written otherwise in the graph",

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ..errors import filters_kept
 from .differentiable import has_large_convolutions
 from .session import Session
 
-__all__ = ["CONVOLUTIONS", "no_large_convolutions", "no_slow_batching", "run", "slices"]
+__all__ = ["no_large_convolutions", "no_slow_batching", "run", "slices"]
 
 LARGE = 1 << 17  # input entries of a convolution
 CONVOLUTIONS = (
@@ -50,10 +49,8 @@ def run(
         possible: False if these cannot be batched (this time).
         first: check of the batched evaluation; raises if it cannot be trusted.
     """
-    size, fallback = session.options.at_once(n), session.found.fallback
-    if is_dynamo_compiling() and fallback == CONVOLUTIONS:  # the limit is higher there
-        first = fallback = None
-    if size == 1 or not possible or fallback:
+    size = session.options.at_once(n)
+    if size == 1 or not possible or session.found.fallback:
         return [alone(i) for i in range(n)]
 
     def attempt() -> list[Part]:
@@ -88,11 +85,8 @@ def _passes(attempt: Callable[[], object]) -> bool:
 
 
 def no_large_convolutions(loss: Tensor) -> None:
-    """Raise `Unsuited` if a loss has convolutions so large that grouping them is slower than a loop.
-
-    In a compiled graph the limit is twice as high, because the operations around them gain from batching.
-    """
-    if has_large_convolutions(loss, 2 * LARGE if is_dynamo_compiling() else LARGE):
+    """Raise `Unsuited` if a loss has convolutions so large that grouping them is slower than a loop."""
+    if has_large_convolutions(loss, LARGE):
         raise Unsuited(CONVOLUTIONS)
 
 

@@ -54,7 +54,7 @@ from bilevel_optim.problem.random import draw_seed
 from ..common import Parser, alone, environment, figure, save, show
 from ..common.methods import STOCHASTIC
 from ..common.running import synchronize
-from ..common.seeds import stream
+from ..common.seeds import begin, stream
 from ..problems.shapes import SHAPES, TASKS, Shape, shape
 from . import in_jax
 from .by_hand import ALGORITHMS, DIRECTIONS, LR, MU, NU, RATE, TORCH, Oracles, compiled, drawn
@@ -134,6 +134,7 @@ def optimizer_of(name: str, problem: Shape) -> tuple[bo.BilevelOptimizer, tuple[
 def library(name: str, problem: Shape, entry: str, steps: int) -> tuple[Advance, bo.BilevelOptimizer]:
     """Return a function that runs steps of a method, one by one or at once, and the optimizer."""
     optimizer: Any
+    begin(0, "method")  # the terms of a finite sum are drawn from torch's generator
     optimizer, losses, extra = optimizer_of(name, problem)
     if entry != "eager":
         optimizer.compile()

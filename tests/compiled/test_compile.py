@@ -21,6 +21,7 @@ import bilevel_optim as bo
 from bilevel_optim.compiled.backend import Program
 from bilevel_optim.compiled.pure import PureStep
 from bilevel_optim.compiled.steps import Compiled
+from bilevel_optim.oracle import batched
 
 from ..problems import seeded
 from ..registry import ROWS, each
@@ -813,3 +814,27 @@ def test_compiled_by_inductor(request):
             other.run(captured, MANY)
             problem.run(eager, MANY)
             assert close([*problem.x, *problem.y], [*other.x, *other.y], 1e-8), row.name
+
+
+def test_convolutions_too_large_to_be_batched_are_compiled_one_by_one(monkeypatch):
+    """As in the first, eager step, which alone can see their size."""
+    monkeypatch.setattr(batched, "LARGE", 1)
+    torch.manual_seed(0)
+    images, labels = torch.randn(6, 1, 8, 8, dtype=torch.float64), torch.tensor([0, 1] * 3)
+    losses = partial(F.cross_entropy, reduction="none")
+    ends = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(72, 2)).double()
+        weights = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+        optimizer = bo.F2SA([weights], net.parameters(), lr=0.1, lower_lr=0.1, lower_steps=2, nu=0.1)
+        if compiled:
+            optimizer.compile(backend="eager")
+        for _ in range(4):
+            optimizer.step(
+                lambda net=net: losses(net(images), labels).mean(),
+                lambda net=net, x=weights: (x.sigmoid() * losses(net(images), labels)).mean(),
+            )
+        assert optimizer.captured_graphs == compiled
+        ends.append([t.detach() for t in (weights, *net.parameters())])
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
