@@ -91,7 +91,7 @@ def draw(stem: Path, title: str, images: dict[str, Tensor], results: dict[str, d
             axis.barh(places, [m.mean for m in means], 0.25, xerr=half, label=net)
         axis.set(yticks=range(len(results)), yticklabels=[*results], xlim=(0, 1))
         axis.invert_yaxis()
-        axis.legend(loc="upper right")
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 results[name][net] += trained(known, test, make, lr, (steps,), seed)
             results[name]["seconds"].append(seconds)
 
-    title = f"{args.data} distilled to {args.per_class} a class: test accuracy in per cent, {args.seeds} seeds"
+    title = f"{args.data} distilled to {args.per_class} a class: test accuracy, {args.seeds} seeds"
     means = {n: [interval(r[net]) for net in makers] for n, r in results.items()}
     cells = {n: [f"{100 * i.mean:.1f} ± {100 * (i.high - i.mean):.1f}" for i in row] for n, row in means.items()}
     lines = [[names[n], *cells[n], max(r["seconds"])] for n, r in results.items()]

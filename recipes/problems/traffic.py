@@ -155,7 +155,7 @@ class Traffic:
                 axis.set_title(name)
             gains = [max(sum(r["gain"]) / len(r["gain"]), -50) for r in found.values()]
             axes[2].barh([*found][::-1], gains[::-1])
-            axes[2].set(xlabel="per cent of what tolls on all streets gain")
+            axes[2].set(xlabel="per cent of what tolls on all streets gain (cut at -50)")
 
 
 class Search:
