@@ -190,6 +190,48 @@ def test_batches_of_another_form_end_what_is_drawn_at_once():
     assert all(map(torch.equal, *results))
 
 
+def test_a_batch_that_recurs_at_a_place_of_another_form_ends_what_is_drawn_at_once():
+    """The two lower batches of a step have two and four rows, at last four and two; a graph has their numbers."""
+    two, four = BATCHES[0], torch.cat(BATCHES[1:3])
+    results = []
+    for at_once in (False, True):
+        x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.1, 0.5))
+        optimizer = bo.ITD([x], [y], lr=0.1, lower_lr=0.3, lower_steps=2)
+        optimizer.compile(backend="eager")
+
+        def lower(batch, x=x, y=y):
+            return (y - x - batch.sum(0) / len(batch)).square().sum() / 2
+
+        losses = bo.Objective(lambda y=y: (y - 1).square().sum()), bo.Objective(lower, [two, four] * 12 + [four, two])
+        found = [optimizer.step(*losses).reshape(1) for _ in range(8 if at_once else 14)]
+        if at_once:
+            found.append(optimizer.run(*losses, steps=6))
+        results.append([x.detach(), y.detach(), torch.cat(found)])
+    assert all(map(torch.equal, *results))
+
+
+class Ending:
+    """Batches in order, until one cannot be read."""
+
+    def __iter__(self):
+        yield from BATCHES
+        raise OSError("no such file")
+
+
+def test_a_draw_that_fails_gives_back_the_terms_drawn_before_it():
+    """The terms of the lower sum are drawn from torch's default generator, then the upper batch fails."""
+    optimizer, losses, _, _ = problem(bo.SOBA, Ending(), BATCHES)
+    x, y = (group["params"][0] for group in optimizer.param_groups)
+    total = bo.FiniteSum(lambda rows: (y - x - rows.mean(0)).square().sum() / 2, torch.cat(BATCHES), batch_size=2)
+    for _ in range(len(BATCHES)):
+        optimizer.step(losses[0], total)
+    assert optimizer.captured_graphs == 1
+    before = torch.get_rng_state()
+    with pytest.raises(OSError, match="no such file"):
+        optimizer.step(losses[0], total)
+    assert torch.equal(before, torch.get_rng_state())
+
+
 class Reused:
     """Batches that are written into so many tensors in turn; one may be of another size."""
 
