@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from abc import ABC
-from collections import defaultdict
+from collections import Counter, defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import FunctionType
@@ -285,6 +285,11 @@ def test_no_class_declares_what_another_assigns():
             if declared and not any(name in made_by for name in data):
                 found[f"{file_of(path)} {cls.name}"] = declared
     assert not found
+
+
+def test_no_two_classes_have_one_name():
+    names = Counter(n.name for path in MODULES for n in ast.walk(TREES[path]) if isinstance(n, ast.ClassDef))
+    assert {name: count for name, count in names.items() if count > 1} == {}
 
 
 def generations(cls):

@@ -78,7 +78,7 @@ from .options import (
     option,
 )
 from .placeholders import initial_state, initialises
-from .progress import DIVERGES, STILL, Slope, watch_losses, watch_moves
+from .progress import DIVERGES, STILL, StepLength, watch_losses, watch_moves
 from .signatures import argument_error, explain_bad_call, signature_of
 from .state import RunState, recalled, remembered, solver_memory
 from .step import CURVATURE, FACTOR, Groups, Start, StepInputs, StepResults, Update, replace
@@ -695,7 +695,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """True if the length of a step of x is lr, independent of the gradient's."""
         return False
 
-    def _slope(self) -> Slope | None:
+    def _slope(self) -> StepLength | None:
         """Return the gradient and the rate of x in the last step; None for sharded parameters."""
         tensors = self.parameters("upper")
         if any_sharded(tensors):
@@ -703,8 +703,8 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         size = float(Vector(p.new_zeros(1) if p.grad is None else p.grad for p in tensors).norm())
         lr = max(float(group["lr"]) for group in by_level(self.param_groups)["upper"])
         if self._upper_factory is not None:
-            return Slope(size, lr, lr * sum(t.numel() for t in tensors) ** 0.5, self._given_length)
-        return Slope(size, lr, lr if self._given_length else lr * size, self._given_length)
+            return StepLength(size, lr, lr * sum(t.numel() for t in tensors) ** 0.5, self._given_length)
+        return StepLength(size, lr, lr if self._given_length else lr * size, self._given_length)
 
     def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:
         """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""

@@ -13,7 +13,7 @@ from ..oracle.session import WINDOW
 from ..problem.vector import Vector
 from .state import RunState
 
-__all__ = ["DIVERGES", "STILL", "Slope", "watch_losses", "watch_moves"]
+__all__ = ["DIVERGES", "STILL", "StepLength", "watch_losses", "watch_moves"]
 
 STILL = 20  # number of the step that checks whether x and y move
 LITTLE, MUCH = 1e-9, 1e-3  # relative changes of the upper loss: by a step, and by one as long as max(|x|, 1)
@@ -21,7 +21,7 @@ LOOKS = 100  # steps between checks of the upper loss on an accelerator
 DIVERGES = "Use a smaller lr (a tenth of it to begin with), or let bo.suggest find a stable one"
 
 
-class Slope(NamedTuple):
+class StepLength(NamedTuple):
     """Norm of ``.grad`` of x, the largest learning rate, the approximate length of a step, and whether it is lr."""
 
     norm: float
@@ -30,7 +30,7 @@ class Slope(NamedTuple):
     fixed_length: bool
 
 
-def watch_losses(state: RunState, losses: Tensor, slope: Callable[[], Slope | None]) -> None:
+def watch_losses(state: RunState, losses: Tensor, slope: Callable[[], StepLength | None]) -> None:
     """Warn once if upper losses have grown; ``slope`` returns None if x is not moved here."""
     trend = state.upper_trend
     # Reading a loss on a device waits for the device.
@@ -52,7 +52,7 @@ def watch_losses(state: RunState, losses: Tensor, slope: Callable[[], Slope | No
 
 
 def watch_moves(
-    state: RunState, control: str, loss: float, x: Vector, moved: float, slope: Slope, still: Tensor | None
+    state: RunState, control: str, loss: float, x: Vector, moved: float, slope: StepLength, still: Tensor | None
 ) -> None:
     """Warn if x hardly moved, or overshot, or if y under LBFGS did not move, in the step with number `STILL`.
 

@@ -45,7 +45,9 @@ class Substitution(TorchFunctionMode):
     ) -> Any:
         if self._stacked and func is F.batch_norm:
             func = _batch_norm_without_update
-        new = [self._new(a) for a in args]
+        new, value_of = [], self._value_of  # in a loop, because Dynamo traces each call of a function by itself
+        for a in args:
+            new.append(value_of.get(a, a) if isinstance(a, Tensor) else self._new(a) if type(a) in _SEQUENCES else a)
         kwargs = {k: self._new(a) for k, a in kwargs.items()} if kwargs else {}
         if self._stacked and func is F.linear and len(new) > 1 and self._is_value(new[1], args[1]):
             return _linear(*new, **kwargs)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
 
+import torch
 from torch.compiler import is_dynamo_compiling
 
 __all__ = ["replace", "values"]
+
+OLD = torch.__version__.startswith("2.11.")
 
 Class = TypeVar("Class")
 Values = TypeVar("Values")
@@ -21,7 +24,7 @@ def values(cls: type[Class]) -> type[Class]:
 
 def replace(values: Values, **changes: Any) -> Values:
     """Return a copy with some fields changed, as ``dataclasses.replace`` does, at a fraction of its cost."""
-    if is_dynamo_compiling():  # Dynamo of torch 2.11 cannot read a whole __dict__
+    if OLD and is_dynamo_compiling():  # Dynamo of torch 2.11 cannot read a whole __dict__
         names: tuple[str, ...] = type(values).__match_args__  # type: ignore[attr-defined]
         return type(values)(*[changes[name] if name in changes else getattr(values, name) for name in names])
     new: Values = object.__new__(type(values))

@@ -345,7 +345,7 @@ def counting(x, y):
 
 
 def drawing(x, y):
-    rows = iter(torch.linspace(0.5, 1.5, 1000, dtype=torch.float64))
+    rows = iter(torch.linspace(0.5, 1.5, 100, dtype=torch.float64))  # Dynamo unpacks all of it
     return lambda: base(x, y, next(rows))
 
 
