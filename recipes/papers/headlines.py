@@ -154,14 +154,18 @@ HEADLINES = (
         "with p = 1 and 10^{mean[001-theorem-2][eps / 10]:.1f} with p = 2. Whether they grow like eps^-6 and eps^-5 is "
         "open, since some runs did not reach the coarser accuracy. The error of the hypergradient falls like nu^p, "
         "with measured exponents {mean[001-order-1][F2SA]:.2f}, {mean[001-order-2][F2SA]:.2f}, "
-        "{mean[001-order-3][F2SA]:.2f}, {mean[001-order-4][F2SA]:.2f} for p = 1 to 4. No row here shows yet whether "
-        "F2SA-2 is better on 20 Newsgroups.",
+        "{mean[001-order-3][F2SA]:.2f}, {mean[001-order-4][F2SA]:.2f} for p = 1 to 4. "
+        "On 20 Newsgroups, with 2,000 gradients instead of 44,000, the test loss is "
+        "{mean[001-news][F2SA-2]:.3f} with F2SA-2, {mean[001-news][F2SA-1, normalised]:.3f} with F2SA and steps of the "
+        "same kind, {mean[001-news][F2SA-1]:.3f} with F2SA as it was published, and {mean[001-news][StocBiO]:.3f} with "
+        "StocBiO; the intervals overlap.",
         {
             **{f"001-order-{p}": "HOLDS" for p in (1, 2, 3, 4)},
+            "001-news": "UNDECIDED",
             "001-theorem-1": "UNDECIDED",
             "001-theorem-2": "UNDECIDED",
         },
-        ("001-theorem-4", "001-news"),
+        ("001-theorem-4",),
     ),
 )
 
