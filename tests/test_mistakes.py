@@ -375,6 +375,25 @@ def test_noise_is_no_growth():
         optimizer.step(lambda: y.sum() * x.sum(), lower)
 
 
+@pytest.mark.parametrize("seed", [6, 8, 11])
+def test_rounding_errors_at_a_solution_are_no_growth(seed):
+    """They may repeat themselves, so that each solve ends with a larger gradient, or swings."""
+    inputs, targets = torch.randn(40, 3, generator=seeded(seed)), torch.randn(40, 1, generator=seeded(seed + 100))
+    model, x = torch.nn.Linear(3, 1), torch.zeros(1, requires_grad=True)
+
+    def lower():
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return (model(inputs) - targets).square().mean() + 0.3 * x.exp().sum() * penalty
+
+    def upper():
+        return (model(inputs[:20]) - targets[:20]).square().mean() + 0 * x.sum()
+
+    bo.FirstOrder([x], model.parameters(), lr=0.0, lower_steps=150).step(upper, lower)
+    for steps in (3, 10):
+        optimizer = bo.AID([x], model.parameters(), lr=0.0, lower_steps=steps)
+        optimizer.run(upper, lower, steps=50)
+
+
 @pytest.mark.parametrize("method", [bo.F2SA, bo.ITD, bo.FirstOrder, bo.PZOBO])
 def test_the_residual_of_a_projected_problem_vanishes_at_its_solution(method):
     """The gradient, with 2 in every entry, does not vanish there."""

@@ -144,24 +144,35 @@ def _estimate_curvature(oracle: Oracle, sample: Sample, last: Vector | None, exa
     """Return the direction of largest curvature, with the curvature as its norm; of tasks, that of the stiffest."""
     if exact:
         with oracle.lower_system(sample) as system:
-            return _iterated(oracle, system.gradient, system.hvp, last)
+            return _iterated(oracle, system.gradient, lambda u, _: system.hvp(u), last)
     _, gradient = oracle.lower(sample)
-    y, unit = oracle.y, working_unit(oracle.y[0])
+    y, unit, slope = oracle.y, working_unit(oracle.y[0]), gradient.norm()
+    tiny = torch.finfo(slope.dtype).tiny
+    least = math.sqrt(unit) * (1 + y.norm())
+    step = least
 
-    def difference(u: Vector) -> Vector:
-        step = math.sqrt(unit) * (1 + y.norm()) / u.norm().clamp_min(torch.finfo(u[0].dtype).tiny)
-        return (oracle.at(lower=y + u.times(step)).lower(sample)[1] - gradient).times(1 / step)
+    def difference(u: Vector, curvature: Tensor | None) -> Vector:
+        """Return a difference of gradients over a step on which they change by more than their rounding errors."""
+        nonlocal step
+        if curvature is not None:  # below the rounding error of the last difference it is not known
+            known = torch.maximum(curvature, unit * slope / step).clamp_min(tiny)
+            step = torch.maximum(least, math.sqrt(unit) * slope / known)
+        scale = step / u.norm().clamp_min(torch.finfo(u[0].dtype).tiny)
+        change = oracle.at(lower=y + u.times(scale)).lower(sample)[1] - gradient
+        return change.times(1 / scale).add(u, unit**2 * slope / step)  # keeps the direction where rounding leaves none
 
     return _iterated(oracle, gradient, difference, last)
 
 
-def _iterated(oracle: Oracle, gradient: Vector, product: Callable[[Vector], Vector], last: Vector | None) -> Vector:
-    """Make steps of power iteration with Hessian-vector products."""
+def _iterated(
+    oracle: Oracle, gradient: Vector, product: Callable[[Vector, Tensor | None], Vector], last: Vector | None
+) -> Vector:
+    """Make steps of power iteration with Hessian-vector products, each told the curvature found so far."""
     lanes, tiny = oracle.lanes, torch.finfo(gradient[0].dtype).tiny
 
-    def step(u: Vector) -> tuple[Tensor, Vector]:
+    def step(u: Vector, curvature: Tensor | None) -> tuple[Tensor, Vector]:
         """Return the norm and the direction of the product with a unit vector."""
-        found = product(u if lanes is None else Vector([t.expand(lanes, *t.shape) for t in u]))
+        found = product(u if lanes is None else Vector([t.expand(lanes, *t.shape) for t in u]), curvature)
         oracle.checks.finite("hvp", found)
         if lanes is None:
             size = found.norm()
@@ -174,14 +185,14 @@ def _iterated(oracle: Oracle, gradient: Vector, product: Callable[[Vector], Vect
     slope = gradient if lanes is None else Vector([t.mean(0) for t in gradient])
     if last is None:
         u = Vector([_spread(t) for t in slope])
-        before, u = step(u.times(1 / u.norm()))
+        before, u = step(u.times(1 / u.norm()), None)
         for _ in range(FIRST - 1):
-            size, new = step(u)
+            size, new = step(u, before)
             before, size, u = size, size * (size / before.clamp_min(tiny)).clamp(1, GROWTH), new
         return u.times(size)
     before = last.norm()
     u = last.times(1 / before.clamp_min(tiny)) + slope.times(TURN / slope.norm().clamp_min(tiny))
-    size, u = step(u.times(1 / u.norm().clamp_min(tiny)))
+    size, u = step(u.times(1 / u.norm().clamp_min(tiny)), before)
     grown = size * (size / before.clamp_min(tiny)).clamp(1, GROWTH)
     return u.times(torch.maximum(grown, DECAY * before))
 

@@ -45,7 +45,7 @@ from ..problem.random import draw_random_inputs
 from ..problem.tasks import LowerInit, fresh_start, task_count
 from ..problem.vector import Vector, any_sharded
 from ..solvers.limits import Clip, Projection, limits_of
-from ..solvers.lower import GROWS, LED_AWAY, LowerRule, LowerRules
+from ..solvers.lower import GROWS, LED_AWAY, NO_END, LowerRule, LowerRules
 from . import adapt, checkpoint
 from .auto_rate import AUTO, MARGIN, SMALLER, led_away, rule_at, stiffened, unmeasured_rate, with_measured_rates
 from .checkpoint import OWN, REMADE
@@ -859,7 +859,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             if not self.check_finite:
                 return estimate
             try:
-                quiet = {GROWS, LED_AWAY} if smaller else {LED_AWAY}
+                quiet = partial(_is_quiet, {GROWS, LED_AWAY} if smaller else {LED_AWAY}, inputs, estimate)
                 alerts = session.checks.verify(inputs.steps, session.warned, estimate.tensors_to_check, quiet)
                 stiffer = smaller > 0 and (GROWS in alerts or (LED_AWAY in alerts and led_away(estimate)))
             except NonFiniteError:
@@ -1252,6 +1252,17 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         group = next(group for group in self.param_groups if any([p is parameter for p in group["params"]]))
         factory = self._upper_factory if group["level"] == "upper" else self._lower_factory
         return None if factory is None else place_of_counts(factory, group, parameter)
+
+
+def _is_quiet(keys: set[str], inputs: StepInputs, estimate: Estimate, key: str) -> bool:
+    """Return True for these keys, and for growing lower solves if a lower step moves y by its rounding errors only."""
+    if key != NO_END:
+        return key in keys
+    residual = estimate.diagnostics.get("lower_residual")
+    y = inputs.lower if estimate.lower is None else estimate.lower
+    rate = estimate.diagnostics.get("lower_lr", max(inputs.lower_rates, default=0.0))
+    rounding = 10 * torch.finfo(y[0].dtype).eps
+    return residual is not None and bool(residual.norm() * rate <= rounding * y.norm())
 
 
 def _is_far(length: Any, size: Any) -> Any:

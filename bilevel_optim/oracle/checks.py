@@ -75,12 +75,16 @@ class Checks:
         return [key for key, *_ in self._alerts], torch.stack([(total * 0).isnan(), *alerts])
 
     def verify(
-        self, step: int, warned: set[str], shown: Sequence[Tensor] | None = None, quiet: Iterable[str] = ()
+        self,
+        step: int,
+        warned: set[str],
+        shown: Sequence[Tensor] | None = None,
+        quiet: Callable[[str], bool] = lambda key: False,
     ) -> set[str]:
         """Raise `NonFiniteError` for the first oracle that failed; warn; return the keys of the alerts that were on.
 
         ``warned`` receives the key of each warning. ``shown`` are tensors that show whether any vector was not finite;
-        by default all vectors are checked. Keys in ``quiet`` give no warning.
+        by default all vectors are checked. Keys for which ``quiet`` is true give no warning.
         """
         # A norm is cheap, and not finite if an entry is not; `_require_finite` recognises a mere overflow.
         signs = _norms([t for *_, vector in self._finite for t in vector] if shown is None else shown)
@@ -99,7 +103,7 @@ class Checks:
                 if key == REFUSAL:
                     raise ValueError(_text(message))
                 on.add(key)
-                if key not in warned and key not in quiet:
+                if key not in warned and not quiet(key):
                     warned.add(key)
                     warn(_text(message))
         return on

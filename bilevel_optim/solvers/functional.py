@@ -46,21 +46,27 @@ def descended(groups: Sequence[dict[str, Any]], y: Vector, gradient: Vector) -> 
 def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """Make one step of ``torch.optim.SGD`` as a function that can be differentiated.
 
-    torch's own ``differentiable=True`` cuts the graph at the first momentum buffer.
+    torch's own ``differentiable=True`` cuts the graph at the first momentum buffer. With options that are numbers the
+    results are torch's bit for bit.
     """
     direction = -gradient if group["maximize"] else gradient
     if group["weight_decay"]:
-        direction = direction + group["weight_decay"] * y
+        direction = _plus(direction, y, group["weight_decay"])
     if group["momentum"]:
         buffer = memory.get("momentum_buffer")
         kept = 1 - group["dampening"]
-        buffer = direction if buffer is None else group["momentum"] * buffer + kept * direction
+        buffer = direction if buffer is None else _plus(group["momentum"] * buffer, direction, kept)
         memory = {"momentum_buffer": buffer}
-        direction = direction + group["momentum"] * buffer if group["nesterov"] else buffer
+        direction = _plus(direction, buffer, group["momentum"]) if group["nesterov"] else buffer
     rate = group["lr"]
     if isinstance(rate, Tensor) and not y.dim():  # an operation on two scalars would return the wider type
         rate = rate.to(y.dtype)
-    return y - rate * direction, memory
+    return _plus(y, direction, -rate), memory
+
+
+def _plus(a: Tensor, b: Tensor, factor: Any) -> Tensor:
+    """Return a + factor * b; one operation, rounded as in torch's optimizers, if the factor is a number."""
+    return a + factor * b if isinstance(factor, Tensor) else torch.add(a, b, alpha=factor)
 
 
 def can_be_unrolled(optimizer: Optimizer) -> bool:

@@ -23,6 +23,7 @@ __all__ = [
     "GROWS",
     "LED_AWAY",
     "NOT_ELEMENTWISE",
+    "NO_END",
     "LowerRule",
     "LowerRules",
     "Memory",
@@ -50,6 +51,7 @@ _OURS = frozenset(("params", "level", "param_names", "initial_lr", "auto_lr"))
 
 GROWS = "growing lower gradient"  # the key of the alert
 LED_AWAY = "lower steps led away"  # the key of a silent alert: such steps may be repeated
+NO_END = "lower solve without an end"  # the key of an alert about several solves
 GROWTH = 4.0  # of the norm of the gradient, in each half of the lower steps
 GROWING = (
     "the gradient of the lower loss grows over the lower steps (see diagnostics['lower_growth']), so y goes away "
@@ -352,7 +354,7 @@ def watched_growth(
         session.checks.alert_if(LED_AWAY, "", _led_away, first, last)
     if not is_dynamo_compiling():
         turn = first.new_zeros(()) if turn is None else turn
-        session.checks.alert_if("lower solve without an end", trend.message, trend.note_solve, first, last, turn)
+        session.checks.alert_if(NO_END, trend.message, trend.note_solve, first, last, turn)
     return {"lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}
 
 

@@ -39,6 +39,25 @@ def test_it_is_one_over_the_largest_curvature(name, scale):
     assert problem.y[0].isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["F2SA", "PZOBO", "FirstOrder", "BOME"])
+@pytest.mark.parametrize("size", [1e4, 1e6, 1e9])
+def test_differences_stay_above_rounding_where_y_starts_far_from_a_large_solution(name, size):
+    """Prices in dollars: y begins at zero, and the gradient of g is many orders larger than the curvature."""
+    inputs = torch.randn(50, 3, generator=seeded())
+    targets = size * (inputs.sum(1) + 1)
+    x, w, b = torch.zeros(1, requires_grad=True), torch.zeros(3, requires_grad=True), torch.zeros(1, requires_grad=True)
+    features = torch.cat([inputs, torch.ones(50, 1)], 1)
+    true = float(torch.linalg.eigvalsh(features.T @ features / 50)[-1])
+    optimizer = getattr(bo, name)([x], [w, b], lr=0.0, **({} if name == "BOME" else {"lower_steps": 30}))
+    for _ in range(3):
+        loss = optimizer.step(
+            lambda: (inputs @ w + b - targets).square().mean() / size**2 + 0 * x.sum(),
+            lambda: (inputs @ w + b - targets).square().mean() / 2 + 1e-3 * x.exp().sum() * w.square().sum(),
+        )
+        assert float(optimizer.diagnostics["lower_curvature"]) == pytest.approx(true, rel=0.2)
+    assert loss < 1e-2 or name == "BOME"
+
+
 def stiffening():
     """A ridge regression whose penalty is x: g becomes stiffer by a factor of e for each unit of x."""
     x, y = torch.zeros(1, dtype=torch.float64, requires_grad=True), torch.ones(6, dtype=torch.float64)

@@ -141,6 +141,32 @@ def test_added_groups_take_part(row):
         optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
 
 
+@each(lambda row: row.declared.tasks != "required" and row.declared.losses == 2 and not row.declared.initial)
+def test_parameters_may_be_frozen_for_some_steps(row):
+    """A frozen tensor stays, the others move, and it moves again afterwards, in each level."""
+    x, y = ([torch.full((n,), start, requires_grad=True) for n in (3, 2)] for start in (0.5, 0.0))
+    optimizer = row(x, y, short=True)
+
+    def upper():
+        return sum((p - 1).square().sum() for p in y) + 0.1 * sum(p.square().sum() for p in x)
+
+    def lower():
+        return sum((q - p).square().sum() for p, q in zip(x, y, strict=True)) / 2
+
+    optimizer.step(upper, lower)
+    for level in (x, y):
+        level[1].requires_grad_(False)
+        before = values(x + y)
+        for _ in range(3):
+            optimizer.step(upper, lower)
+        moved = [not torch.equal(p, q) for p, q in zip(before, x + y, strict=True)]
+        assert moved == [p.requires_grad for p in x + y]
+        level[1].requires_grad_(True)
+        for _ in range(3):
+            optimizer.step(upper, lower)
+        assert not torch.equal(before[1 if level is x else 3], level[1])
+
+
 @each(lambda row: not row.variant)
 def test_named_frozen_and_tied_parameters(row):
     problem = row.cleaning(tied=True)

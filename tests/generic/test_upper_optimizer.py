@@ -75,6 +75,36 @@ def test_every_verb(verb):
     assert torch.equal(x, x_other)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9},
+        {"momentum": 0.9, "dampening": 0.3},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"maximize": True},
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_steps_of_sgd_are_torchs_bit_for_bit(options, dtype):
+    start = torch.linspace(-1, 2, 7, dtype=dtype)
+    found = []
+    for inside in (True, False):
+        x, y = start.clone().requires_grad_(), torch.zeros_like(start).requires_grad_()
+        own = {"upper_optimizer": partial(SGD, **options)} if inside else {}
+        optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.3, lower_steps=3, **own)
+        sgd = SGD([x], lr=0.1, **options)
+        losses = (lambda y=y: (y - 1).square().sum() / 2), (lambda x=x, y=y: (start.cos() + 2) @ (y - x).square() / 2)
+        for _ in range(6):
+            if inside:
+                optimizer.step(*losses)
+            else:
+                optimizer.backward(*losses)
+                sgd.step()
+        found.append(x.detach())
+    assert torch.equal(*found)
+
+
 def test_rates_and_options_of_groups_are_their_own():
     a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
     y = torch.zeros(2, requires_grad=True)

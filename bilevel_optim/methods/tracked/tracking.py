@@ -181,11 +181,14 @@ class RecursiveOptimizer(BilevelOptimizer):
         return self.warm_start and known and len(inputs.tables) > 0
 
     def _begins(self, inputs: DrawInputs, width: int) -> bool:
-        """Return True if a step starts afresh, because there are no rows of ``width`` entries."""
-        return not self._remembers(inputs) or inputs.tables["w"].shape[1] != width
+        """Return True if a step starts afresh, because there are no rows of ``width`` entries for the present x."""
+        if not self._remembers(inputs):
+            return True
+        shapes = self._trackers.shapes(sum([t.numel() for t in inputs.upper_memory["previous"]]), width)
+        return any([t.shape[1:] != shapes[name] for name, t in inputs.tables.items() if name in shapes])
 
     def _can_continue(self, table: Table, inputs: StepInputs) -> bool:
-        """Return True if there are rows of these parameters; False if there are none, or parameters were added."""
+        """Return True if there are rows of these parameters; False if there are none, or x or y has other sizes."""
         if not self._remembers(inputs):
             return False
         moving = {f"{name}{at}" for name, _ in table.moving for at in ("", "_last")} - {"y"}
