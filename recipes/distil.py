@@ -142,8 +142,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     lines = [[names[n], *cells[n], max(r["seconds"])] for n, r in results.items()]
     show(title, ("trained on", *makers, "seconds"), lines)
     stem = args.out / f"distil_{args.data}_{args.per_class}"
-    shown = {names[n]: shown[n] for n in ("itd", "itd-labels", "centres") if n in shown}
-    draw(stem, title, shown, {names[n]: {net: r[net] for net in makers} for n, r in results.items()})
+    chosen = [n for n in ("itd", "itd-labels", "centres") if n in shown] or [*shown][:3]
+    bars = {names[n]: {net: r[net] for net in makers} for n, r in results.items()}
+    draw(stem, title, {names[n]: shown[n] for n in chosen}, bars)
     return save(args, stem, {"results": results})
 
 
