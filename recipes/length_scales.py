@@ -136,13 +136,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         rows = [[name, *(interval(k) for k in zip(*runs, strict=True))] for name, runs in arms.items()]
         show(title, ["method", "AUC", "accuracy", "seconds"], rows)
     stem = args.out / f"length_scales_{args.data}"
-    with figure(stem, "accuracy", (7, 4)) as canvas:
-        axis = canvas.subplots()
+    with figure(stem, f"{args.data}: accuracy (splits: {args.seeds})", (8, 4.5)) as canvas:
+        axis, places = canvas.subplots(), sorted(args.extra)
         for name in args.methods:
-            means = [np.mean(results[str(extra)][name], axis=0)[1] for extra in sorted(args.extra)]
-            axis.plot(sorted(args.extra), means, "o-", label=name)
-        axis.set(xlabel="irrelevant columns")
-        axis.legend()
+            means = [np.mean(results[str(extra)][name], axis=0)[1] for extra in places]
+            axis.plot(places, means, "o-" if name in SEARCHES else "s--", label=name, lw=3 if name == "AID" else 1.5)
+        axis.set(xlabel="irrelevant columns", ylabel="accuracy", xticks=places)
+        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), title="solid: learns scales")
     return save(args, stem, {"results": results})
 
 

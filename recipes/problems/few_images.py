@@ -104,7 +104,7 @@ def kernel(data: Part, start: Tensor, labels: Tensor, generator: torch.Generator
 
     def tangent(a: Tensor, b: Tensor) -> Tensor:
         sizes = a.norm(dim=1).unsqueeze(1) * b.norm(dim=1) / a.shape[1]
-        cosine = F.normalize(a) @ F.normalize(b).T * (1 - 1e-6)
+        cosine = (F.normalize(a) @ F.normalize(b).T * (1 - 1e-6)).clamp(max=1 - 2e-7)  # rounding may exceed one
         angle = math.pi - cosine.acos()
         kernel: Tensor = sizes * ((1 - cosine.square()).sqrt() + 2 * angle * cosine) / (2 * math.pi)
         return kernel
