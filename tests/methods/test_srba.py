@@ -63,8 +63,12 @@ def literal(problem, steps, *, lr, lower_lr, linear_lr, period, radius=math.inf,
     n, m = len(problem.upper_data), len(problem.lower_data[0])
     upper, lower = (torch.Generator().manual_seed(seed + k) for k in (1, 2))
     everything = slice(None)
+
+    def inside(v):
+        return v * (radius / v.norm()) if v.norm() > radius else v
+
     x, y = problem.x.detach().clone(), problem.y.detach().clone()
-    v = linear_lr * directions(problem, (x, y, torch.zeros_like(y)), everything, everything)[3]
+    v = inside(linear_lr * directions(problem, (x, y, torch.zeros_like(y)), everything, everything)[3])
     last, d, history = None, None, []
     for k in range(steps):
         point = (x, y, v)
@@ -77,13 +81,11 @@ def literal(problem, steps, *, lr, lower_lr, linear_lr, period, radius=math.inf,
             d = tuple(a + b - c for a, b, c in zip(d, new, old, strict=True))
         history.append((point, d))
         last = point
-        x, y, v = x - lr * d[2], y - lower_lr * d[0], v - linear_lr * d[1]
-        if v.norm() > radius:
-            v = v * (radius / v.norm())
+        x, y, v = x - lr * d[2], y - lower_lr * d[0], inside(v - linear_lr * d[1])
     return x, y, v, history
 
 
-@pytest.mark.parametrize("radius", [math.inf, 0.5])
+@pytest.mark.parametrize("radius", [math.inf, 0.5, 0.1])  # of a ball of 0.1 the first v is outside
 def test_equals_the_literal_loop(radius):
     problem = Terms()
     arguments = {"lr": 0.05, "lower_lr": 0.1, "linear_lr": 0.15, "period": 4, "radius": radius}
