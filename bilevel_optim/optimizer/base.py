@@ -144,7 +144,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         lr: learning rate of the upper update. Not needed if ``upper_optimizer`` has a rate of its own.
         lower_lr: learning rate of the lower steps. ``"auto"`` uses 1 / (1.1 L), where L is the largest curvature of g
             at the current (x, y). L is measured before each step on its first lower batch, by one Hessian-vector
-            product (or one difference of gradients, for methods without second derivatives). A group's ``"lr"`` is then
+            product (or one difference of gradients, where no second derivatives are used). A group's ``"lr"`` is then
             a factor of that rate, initially 1.0, which schedulers may change. A rate set in a group is used as it is,
             and so is a rate set by ``lower_optimizer``. Default: ``"auto"``.
         lower_steps: lower steps per outer step.
@@ -543,7 +543,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             if any([group.get(FACTOR, False) for group in groups]):
                 last = remembered(self.state, self.parameters("lower"))["memory"]
                 oracle, rule_for = rule_at(
-                    oracle.at(lower=begin), groups, rule_for, last.get(CURVATURE), exact=self.declared.second_order
+                    oracle.at(lower=begin), groups, rule_for, last.get(CURVATURE), exact=self._exact_products
                 )
             found = adapt.lower_solution(
                 oracle,
@@ -835,7 +835,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         terms = {f"{level}_terms": own.terms for level, own in (("upper", oracle.f), ("lower", oracle.g)) if own.terms}
         draws = self._draws(replace(inputs, numbers=inputs.numbers | terms))
         oracle, inputs, curvature, told = with_measured_rates(
-            oracle, inputs, draws, exact=self.declared.second_order, margin=self._curvature_margin
+            oracle, inputs, draws, exact=self._exact_products, margin=self._curvature_margin
         )
         estimate = self.estimate(oracle, inputs)
         if self._lower_solver is not None:
@@ -1118,6 +1118,11 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """Return new update rules of y and, if x has an optimizer of its own, of x; not bound to parameters yet."""
         upper = None if self._upper_factory is None else LowerRules(self._upper_factory)
         return LowerRules(self._lower_factory, self._limits), upper
+
+    @property
+    def _exact_products(self) -> bool:
+        """True if the method makes Hessian-vector products by second derivatives."""
+        return self.declared.second_order and self._oracle_options.hvp == "exact"
 
     @property
     def _host_update(self) -> bool:
