@@ -94,6 +94,8 @@ NOT_COMPARED = (
     "vectorize",
 )  # fmt: skip
 
+OF_SGD = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")  # options of torch.optim.SGD besides lr
+
 NOT_DYNAMIC = "Invalid {name} value: {value} (it must be None or False, because shapes are those of the data)"
 BACKEND = "Invalid {name} value: {value} (it must be the name of a backend of torch.compile, or a function)"
 
@@ -142,7 +144,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         lr: learning rate of the upper update. Not needed if ``upper_optimizer`` has a rate of its own.
         lower_lr: learning rate of the lower steps. ``"auto"`` uses 1 / (1.1 L), where L is the largest curvature of g
             at the current (x, y). L is measured before each step on its first lower batch, by one Hessian-vector
-            product (or one difference of gradients, for methods without second derivatives). A group's ``"lr"`` is then
+            product (or one difference of gradients, where no second derivatives are used). A group's ``"lr"`` is then
             a factor of that rate, initially 1.0, which schedulers may change. A rate set in a group is used as it is,
             and so is a rate set by ``lower_optimizer``. Default: ``"auto"``.
         lower_steps: lower steps per outer step.
@@ -151,7 +153,8 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         upper_optimizer: function that makes the optimizer of x from parameter groups, such as ``torch.optim.Adam`` or
             ``lambda groups: torch.optim.Adam(groups, lr=1e-2, betas=(0.5, 0.9))``. If it sets a rate, ``lr`` must be
             left out or equal to it. Its state is in ``state[p]``, under ``upper_optimizer.``. Methods that define their
-            own update of x do not take it. Default: ``torch.optim.SGD``.
+            own update of x do not take it. Default: ``torch.optim.SGD``, with the options in the groups (``momentum``,
+            ``weight_decay`` and others).
         lower_optimizer: function that makes the optimizer of the lower steps, with ``lower_lr``. With warm starts its
             state carries over to the next step. Default: ``torch.optim.SGD``.
         lower_clip: limit on lower gradients. A number limits the norm over all of y (of each task or copy separately);
@@ -426,6 +429,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             (torch.Size([100]), 1.0)
         """
         require("steps", steps, is_count(steps) and steps > 0, FROM_ONE)
+        self._heed_options_of_sgd()
         if self._captured is not None:
             losses: Tensor = self._captured.run(upper, lower, tasks, steps)
             return losses
@@ -539,7 +543,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             if any([group.get(FACTOR, False) for group in groups]):
                 last = remembered(self.state, self.parameters("lower"))["memory"]
                 oracle, rule_for = rule_at(
-                    oracle.at(lower=begin), groups, rule_for, last.get(CURVATURE), exact=self.declared.second_order
+                    oracle.at(lower=begin), groups, rule_for, last.get(CURVATURE), exact=self._exact_products
                 )
             found = adapt.lower_solution(
                 oracle,
@@ -655,6 +659,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
                 "lower_solver= solves one lower problem, and a step with tasks has many; leave out tasks=, or create "
                 "the optimizer without lower_solver="
             )
+        self._heed_options_of_sgd()
         look = update and self._run_state.steps == STILL - 1 and self.check_finite and not self._one_loss
         before = [Vector(self.parameters(level)).detach().clone() for level in LEVELS] if look else []
         put_back = self._set_below() if self._sets_below(tasks) else None
@@ -830,7 +835,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         terms = {f"{level}_terms": own.terms for level, own in (("upper", oracle.f), ("lower", oracle.g)) if own.terms}
         draws = self._draws(replace(inputs, numbers=inputs.numbers | terms))
         oracle, inputs, curvature, told = with_measured_rates(
-            oracle, inputs, draws, exact=self.declared.second_order, margin=self._curvature_margin
+            oracle, inputs, draws, exact=self._exact_products, margin=self._curvature_margin
         )
         estimate = self.estimate(oracle, inputs)
         if self._lower_solver is not None:
@@ -918,6 +923,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """Update the upper parameters that have a ``.grad``."""
         if initialises(self):
             return self._initialise()
+        self._heed_options_of_sgd()
         groups = by_level(self.param_groups)
         for group in groups["upper"]:
             group["params"] = [p for p in group["params"] if p.grad is not None]
@@ -1034,11 +1040,29 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         if any(OWN in group for group in self.param_groups[:1]):  # else the constructor checks all groups at once
             require_apart([*self.param_groups, param_group], len(self.param_groups))
         require_rates([param_group])
+        self._heed_options_of_sgd(param_group)
         super().add_param_group(param_group)
         if hasattr(self, "_run_state"):
             self._run_state.found.ranks_agree = False  # the new parameters have not been compared
         if level == "lower" and self._stationary:
             self._lower_checks.warn_of_decay(self.param_groups[-1])
+
+    def _heed_options_of_sgd(self, *added: dict[str, Any]) -> None:
+        """Move x by torch's SGD if an upper group has options of it; refuse them where the method makes the steps."""
+        for group in (*self.param_groups, *added):
+            name = next((name for name in OF_SGD if group.get(name)), None)
+            if name is None:
+                continue
+            level, own = group["level"], self.declared.upper_update
+            if own if level == "upper" else self.declared.lower_optimizer == "none":
+                raise ValueError(
+                    f"Invalid {name} value: {group[name]} ({type(self).__name__} has its own update of "
+                    f"{'x: ' + own if level == 'upper' else 'y'}; leave {name} out of the {level} groups)"
+                )
+            if level == "upper" and self._upper_factory is None:
+                self._upper_factory, self._upper_rules = SGD, LowerRules(SGD)
+                if self._captured is not None:
+                    self._captured = type(self._captured)(self, self._captured.settings)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, as in ``torch.optim``.
@@ -1070,6 +1094,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         )  # fmt: skip
         checkpoint.load_exactly(self, super().load_state_dict, state_dict, self._place_of)
         self.param_groups[0][OWN], self._placeholders = b"", False
+        self._heed_options_of_sgd()
         self._rules, self._upper_rules = self._new_rules()
         self._run_state.load(own)
         self._run_state.kinds = checkpoint.saved_types(own)  # the first step casts the state to the current types
@@ -1093,6 +1118,11 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """Return new update rules of y and, if x has an optimizer of its own, of x; not bound to parameters yet."""
         upper = None if self._upper_factory is None else LowerRules(self._upper_factory)
         return LowerRules(self._lower_factory, self._limits), upper
+
+    @property
+    def _exact_products(self) -> bool:
+        """True if the method makes Hessian-vector products by second derivatives."""
+        return self.declared.second_order and self._oracle_options.hvp == "exact"
 
     @property
     def _host_update(self) -> bool:

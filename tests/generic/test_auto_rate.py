@@ -15,6 +15,7 @@ FOLLOWING = (
     "FirstOrder", "BOME", "PZOBO", "HOZOG", "PAID",
 )  # fmt: skip
 STEPS = {"lower_steps": 3}
+DIFFERENCES = "finite-difference"
 
 
 def made(name, problem, **options):
@@ -39,7 +40,7 @@ def test_it_is_one_over_the_largest_curvature(name, scale):
     assert problem.y[0].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["F2SA", "PZOBO", "FirstOrder", "BOME"])
+@pytest.mark.parametrize("name", ["F2SA", "PZOBO", "FirstOrder", "BOME", "AID"])
 @pytest.mark.parametrize("size", [1e4, 1e6, 1e9])
 def test_differences_stay_above_rounding_where_y_starts_far_from_a_large_solution(name, size):
     """Prices in dollars: y begins at zero, and the gradient of g is many orders larger than the curvature."""
@@ -48,7 +49,8 @@ def test_differences_stay_above_rounding_where_y_starts_far_from_a_large_solutio
     x, w, b = torch.zeros(1, requires_grad=True), torch.zeros(3, requires_grad=True), torch.zeros(1, requires_grad=True)
     features = torch.cat([inputs, torch.ones(50, 1)], 1)
     true = float(torch.linalg.eigvalsh(features.T @ features / 50)[-1])
-    optimizer = getattr(bo, name)([x], [w, b], lr=0.0, **({} if name == "BOME" else {"lower_steps": 30}))
+    options = {**({} if name == "BOME" else {"lower_steps": 30}), **({"hvp": DIFFERENCES} if name == "AID" else {})}
+    optimizer = getattr(bo, name)([x], [w, b], lr=0.0, **options)
     for _ in range(3):
         loss = optimizer.step(
             lambda: (inputs @ w + b - targets).square().mean() / size**2 + 0 * x.sum(),

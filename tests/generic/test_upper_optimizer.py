@@ -126,6 +126,54 @@ def test_rates_and_options_of_groups_are_their_own():
     assert all(torch.equal(t, p) for t, p in zip(twins, (a, b, c), strict=True))
 
 
+SGD_OPTIONS = ({"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.5}, {"maximize": True})
+
+
+@pytest.mark.parametrize("options", SGD_OPTIONS, ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("when", ["at first", "added", "set later", "compiled", "loaded"])
+def test_options_of_sgd_in_groups_count_without_an_upper_optimizer(options, when):
+    """As for the lower groups, and in ``torch.optim.SGD``."""
+    a, b = torch.ones(2, requires_grad=True), torch.full((2,), 2.0, requires_grad=True)
+    y = torch.zeros(2, requires_grad=True)
+    losses = (lambda: (y - 3).square().sum(), lambda: (y - a * b).square().sum())
+    late = {} if when in ("set later", "compiled") else options
+    optimizer = bo.AID([{"params": [a]}, {"params": [b], **late}][: 1 + (when != "added")], [y], lr=0.1, lower_steps=2)
+    if when == "added":
+        optimizer.add_param_group({"params": [b], "level": "upper", **options})
+    if when == "loaded":
+        state = optimizer.state_dict()
+        optimizer = bo.AID([{"params": [a]}, {"params": [b]}], [y], lr=0.1, lower_steps=2)
+        optimizer.load_state_dict(state)
+    if when == "compiled":
+        optimizer.compile(backend="eager")
+        optimizer.step(*losses)
+        optimizer.step(*losses)
+    if late != options:
+        optimizer.param_groups[1].update(options)
+    twins = [t.detach().clone().requires_grad_() for t in (a, b)]
+    sgd = SGD([{"params": [twins[0]]}, {"params": [twins[1]], **options}], lr=0.1)
+    for _ in range(3):
+        optimizer.step(*losses)
+        for twin, p in zip(twins, (a, b), strict=True):
+            twin.grad = p.grad.clone()
+        sgd.step()
+    for twin, p in zip(twins, (a, b), strict=True):
+        close(p.detach(), twin.detach(), 1e-6)
+
+
+def test_options_of_sgd_in_groups_are_refused_where_the_method_makes_the_steps():
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    message = r"Invalid weight_decay value: 0.5 .RAHGD has its own update of x: .*; leave weight_decay out of the upper"
+    with pytest.raises(ValueError, match=message):
+        bo.RAHGD([{"params": [x], "weight_decay": 0.5}], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+    with pytest.raises(ValueError, match=r"momentum value: 0.9 .SVRB has its own update of y; leave momentum out"):
+        bo.SVRB([x], [{"params": [y], "momentum": 0.9}], lr=0.1, lower_lr=0.1)
+    optimizer = bo.SVRB([x], [{"params": [y], "weight_decay": 0.0}], lr=0.1, lower_lr=0.1)
+    optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(ValueError, match=r"Invalid maximize value: True .SVRB has its own update of x"):
+        optimizer.step(lambda: y.square().sum(), lambda: (y - x).square().sum())
+
+
 def test_a_tensor_without_a_gradient_stays():
     optimizer, x, _, losses = quick(upper_optimizer=Adam)
     idle = torch.ones(1, requires_grad=True)
