@@ -218,11 +218,12 @@ def combinations(m, n):
 class LiteralFree:
     """The matrix-free recursion: w, the residual s of the linear systems, the direction d, and their solutions r."""
 
-    def __init__(self, family, first, *, betas, lr, lower_lr, tau=1.0, share=1.0):
+    def __init__(self, family, first, *, betas, lr, lower_lr, tau=1.0, share=1.0, most=math.inf):
         self.family, self.betas, self.lr, self.rate, self.tau, self.share = family, betas, lr, lower_lr, tau, share
+        self.most = most
         self.x, zero = torch.zeros(family.d, dtype=torch.float64), torch.zeros(family.m, family.p, dtype=torch.float64)
         parts = [family.derivatives(i, self.x, y, first[i]) for i, y in enumerate(zero)]
-        self.y, self.r = list(zero), [lower_lr * t["v"] for t in parts]
+        self.y, self.r = list(zero), [ball(lower_lr * t["v"], most) for t in parts]
         self.w, self.s = [t["w"] for t in parts], [self.residual(t, r) for t, r in zip(parts, self.r, strict=True)]
         self.d = sum(t["u"] - t["V"] @ r for t, r in zip(parts, self.r, strict=True)) / family.m
         self.move()
@@ -242,7 +243,7 @@ class LiteralFree:
         self.x = self.x - self.lr * self.d
         for i in range(self.family.m) if moving is None else moving:
             self.y[i] = self.y[i] - self.tau * self.rate * self.w[i]
-            self.r[i] = self.r[i] - self.tau * self.rate * self.s[i]
+            self.r[i] = (1 - self.tau) * self.r[i] + self.tau * ball(self.r[i] - self.rate * self.s[i], self.most)
 
     def step(self, S, e):
         (x, y, r), q_new, q_old = self.last, 0, 0
@@ -623,12 +624,15 @@ def test_special_cases(case):
 # ---------------------------------------------------------------------------------------------------- matrix-free, kin
 
 
-def test_matrix_free_is_its_recursion():
+@pytest.mark.parametrize("most", [math.inf, 0.1])  # the first r is longer than 0.1
+def test_matrix_free_is_its_recursion(most):
     stream, betas = noises(0, 40), {"w": 0.3, "s": 0.2, "d": 0.15}
     family = Family(0, noises=stream)
     common = {"lr": 0.05, "lower_lr": 0.1}
-    optimizer = bo.SVRB(family.x, family.y, averaging=0.7, beta=betas, variant="matrix_free", **common)
-    literal = LiteralFree(family, [stream[0]], betas=betas, tau=0.7, **common)
+    optimizer = bo.SVRB(
+        family.x, family.y, averaging=0.7, beta=betas, variant="matrix_free", ceilings={"r": most}, **common
+    )
+    literal = LiteralFree(family, [stream[0]], betas=betas, tau=0.7, most=most, **common)
     for e in stream[1:]:
         family.run(optimizer)
         agree(family, literal, atol=1e-11)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -176,7 +177,8 @@ class Products(Trackers):
 
     def opened(self, points: Points, x: Tensor, y: Tensor, rates: Tensor) -> Rows:
         first = products(points, x, y, torch.zeros_like(y))[2]["s"]
-        return {"y": y, "r": -rates.to(y) * first}  # the first step from zero
+        r = -rates.to(y) * first  # the first step from zero
+        return {"y": y, "r": ball(r, self.ceilings.get("r", math.inf)).value}
 
     def derivatives(self, points: Points, x: Tensor, rows: Rows, at: str = "") -> tuple[Tensor, Tensor, Rows]:
         return products(points, x, rows[f"y{at}"], rows[f"r{at}"])
