@@ -199,7 +199,11 @@ RUNS = {
         compared,
     ),
     "hanging_net": ("--side 6 --seconds 1 --seeds 1", "hanging_net", hung),
-    "length_scales": ("--rows 300 --extra 40 --steps 50 --methods AID direct SVM", "length_scales_digits", scaled),
+    "length_scales": (
+        "--rows 300 --extra 40 --steps 50 --lr 0.05 --methods AID direct SVM",
+        "length_scales_digits",
+        scaled,
+    ),
     "distil": (
         "--steps 60 --lower-steps 10 --lower-lr 0.1 --lr 0.05 --seeds 1 --methods centres itd",
         "distil_digits_1",
