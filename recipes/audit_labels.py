@@ -84,7 +84,7 @@ METHODS: dict[str, tuple[Any, tuple[float, ...]]] = {  # method, settings to cho
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the recipe; return the numbers that it writes."""
-    parser = Parser(__doc__, seed=True)
+    parser = Parser(__doc__, seed=True, threads=1)
     parser.data(SIZES)
     files = {"images": "folder of your images", "table": "your CSV file", "trusted": "folder or file of trusted rows"}
     for name, text in (files | {"test": "folder or file of test rows"}).items():

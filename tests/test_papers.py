@@ -385,6 +385,17 @@ def test_a_variant_that_is_not_overridden_is_refused():
         misspelt([x], [y], lr=0.1, lower_lr=0.1, variant="average")
 
 
+def test_a_slope_with_runs_that_missed_the_target_is_not_judged():
+    """Their cost is at least the budget, perhaps far more: a claim about the slope was said to fail."""
+    rule = Within(arm="new", minus="old", low=4.25, high=4.75)
+    scores = {"new": at(8.0), "old": at(7.4)}
+    assert judge(rule, Evidence(scores, FLAT, {})).word == "FAILS"
+    found = judge(rule, Evidence(scores, FLAT, {}, missed={"new": 0, "old": 2}))
+    assert (found.word, found.reason.split(" (")[0]) == (
+        "UNDECIDED", f"2 of {len(SEEDS)} runs of old did not reach the target",
+    )  # fmt: skip
+
+
 def test_a_score_at_a_rate_that_was_given_is_not_judged():
     """Rule 10. A method by itself, with a learning rate that nobody searched: it was said to hold."""
     rule = Within(arm="new", minus="old", low=-math.inf, high=-0.25)

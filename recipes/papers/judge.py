@@ -43,6 +43,7 @@ class Evidence(NamedTuple):
         alike: pairs of arms with the same numbers that the experiment does not declare equal.
         untuned: fixed learning rates of the arms of a `Within` rule.
         falls: for arms scored by their cost to a target, the decrease of their curves, one per seed.
+        missed: for such arms, the number of runs that did not reach it: their cost is only known to be larger.
     """
 
     scores: Mapping[str, Sequence[float]]
@@ -54,6 +55,7 @@ class Evidence(NamedTuple):
     alike: Sequence[tuple[str, str]] = ()
     untuned: Mapping[str, Sequence[str]] = MappingProxyType({})
     falls: Mapping[str, Sequence[float]] = MappingProxyType({})
+    missed: Mapping[str, int] = MappingProxyType({})
 
     def moved(self, arm: str) -> bool:
         """Return True if training moved the arm from its start by more than the interval."""
@@ -155,6 +157,9 @@ def _within(rule: Within, evidence: Evidence) -> Verdict:
         return Verdict(UNDECIDED, f"{', '.join(at_edge)} at an edge ({text})")
     if fixed := [f"{axis} of {name}" for name in rule.arms for axis in evidence.untuned.get(name, ())]:
         return Verdict(UNDECIDED, f"{', '.join(fixed)} not tuned ({text})")
+    if rule.minus is not None and (short := [name for name in rule.arms if evidence.missed.get(name)]):
+        of = ", ".join(f"{evidence.missed[name]} of {len(values)} runs of {name}" for name in short)
+        return Verdict(UNDECIDED, f"{of} did not reach the target ({text})")
     moved = [name for name in rule.arms if evidence.moved(name)]
     inside = rule.low <= found.low and found.high <= rule.high
     if why := evidence.nothing([] if moved else rule.arms, rule.arms if inside else []):

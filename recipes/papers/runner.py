@@ -192,7 +192,9 @@ def judged(
     falls = {}
     if trained and experiment.target is not None:
         falls = {name: [_fall(r["curve"]) for r in results] for name, results in runs.items()}
-    evidence = Evidence(scores, gains, edges, start, ignorant, experiment.part(scale), same, untuned, falls)
+    missed = {name: sum(r.get("reached") is False for r in results) for name, results in runs.items()}
+    part = experiment.part(scale)
+    evidence = Evidence(scores, gains, edges, start, ignorant, part, same, untuned, falls, missed)
     # Equal seconds: those in which the fastest judged arm spends its budget; with a target, all seconds of each run.
     shortest = min(statistics.fmean(r["seconds"] for r in runs[name]) for name in rule.arms)
     timed = {
