@@ -67,7 +67,8 @@ class AID(BilevelOptimizer):
             live y, by any means (Newton's method, a simulator). It is called before each step, and ``lower_steps``
             (possibly 0) continue from there. Warns if y is not a solution. Not for tasks; such steps are not compiled.
             Default: None.
-        warm_start: start y and v at their last values. Default: True.
+        warm_start: start y and v at their last values (CG and MINRES at zero where that has the smaller residual).
+            Default: True.
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
             lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.

@@ -71,9 +71,9 @@ class F2SA(BilevelOptimizer):
     float32, and near 7e-6, 6e-4 and 4e-3 in float64. Test a choice with `check_hypergradient`. With
     ``samples="shared"`` sampling noise does not grow as nu falls; with independent samples it grows like 1/nu.
 
-    *Cost per step*, n copies: n ``lower_steps`` lower and upper gradients in y, n of each in x. *Draws*: for each lower
-    step one upper and one lower batch, shared by the copies (n of each with ``samples="independent"``); then one of
-    each for the difference, always shared.
+    *Cost per step*, n copies: n ``lower_steps`` lower and upper gradients in y, n of each in x (node 0 needs no upper
+    gradient, only one value of f). *Draws*: for each lower step one upper and one lower batch, shared by the copies (n
+    of each with ``samples="independent"``); then one of each for the difference, always shared.
 
     The live y is set to :math:`\sum_j w_j y_j`, the copies extrapolated to :math:`\nu = 0` (their mean for order 2; the
     unperturbed copy where there is one), with error :math:`O(\nu^p)`. If it is changed from outside between two steps,

@@ -430,6 +430,20 @@ def test_golden_trace(lazy):
     assert family.y[0].flatten().tolist() == pytest.approx((0.077, 0.06), abs=1e-12)
 
 
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_row_left_behind_outside_its_ball_is_projected(lazy):
+    """g = (y - x)^2/2 at x = 0: y = 2 moves halfway to 2 - 0.4, that is 1; unvisited, halfway to 1.5 - 0.38, also 1."""
+    x, y = torch.zeros(1, dtype=torch.float64, requires_grad=True), torch.full((2, 1), 2.0, dtype=torch.float64)
+    y.requires_grad_()
+    tasks = bo.TensorTasks(torch.zeros(2, 1, 1))
+    tasks.sample = lambda n, generator: torch.zeros(n, dtype=torch.long)
+    optimizer = bo.RSVRB([x], [y], lr=0.0, lower_lr=0.2, averaging=0.5, radius=1.0, beta=0.1, task_batch=1, lazy=lazy)
+    for expected in (1.5, 1.25):
+        optimizer.step(lambda _: y.square().sum() / 2, lambda _: (y - x).square().sum() / 2, tasks=tasks)
+        optimizer.catch_up()
+        assert y[1].item() == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.parametrize("radius", [math.inf, 0.35])
 @pytest.mark.parametrize("variant", ["faithful", "exact_mean", "self_normalised"])
 @pytest.mark.parametrize("lazy", [True, False])

@@ -64,10 +64,11 @@ class RTMLMC(BilevelOptimizer):
     float32 or better.
 
     *Cost per step* and context, on average: :math:`2K/(1-2^{-K}) - 2` lower gradients minus those that are not needed
-    (K = 6: 10, K = 12: 22; DL-SGD: 126 and 8190); at 3 points (2 if k = b + 1) an upper gradient, a cross product, and
-    N - 1 Hessian-vector products. *Draws*: for each context one lower batch per lower step, one for the cross product
-    and one per term of the series, all independent, and one upper batch. Each has its own generator, seeded by its
-    purpose, so that results do not depend on ``vectorize`` or on the number of processes.
+    (K = 6: 10, K = 12: 22; DL-SGD: 126 and 8190); at 3 points (2 if k = b + 1) an upper gradient, N lower gradients,
+    N - 1 Hessian-vector products, and 2 cross products, one for v and one for the correction in ``diagnostics``.
+    *Draws*: for each context one lower batch per lower step, one for the cross product and one per term of the series,
+    all independent, and one upper batch. Each has its own generator, seeded by its purpose, so that results do not
+    depend on ``vectorize`` or on the number of processes.
 
     The contexts start from the live y, or from ``lower_init(contexts)``; the live y changes only with ``warm_start``.
 
@@ -145,7 +146,7 @@ class RTMLMC(BilevelOptimizer):
         paper="arXiv:2310.18535",
         family="contextual",
         when="more lower problems than could be solved or remembered, each met once",
-        cost="per context about 2 K lower, 3 N hvp, 3 upper, 3 jvp; K = levels, N = neumann_steps",
+        cost="per context about 2 K + 3 N lower, 3 N hvp, 3 upper, 6 jvp; K = levels, N = neumann_steps",
         tasks="required",
         random=True,
         lower_steps=False,

@@ -287,7 +287,9 @@ class Table:
         """Correct y and ``last`` of rows that may have touched the sphere, by a recursion in two scalars per step."""
         y, w, history = at.double(), along.double(), clock.history
         largest = max((lr for *_, lr in history), default=0.0)
-        touched = torch.linalg.vector_norm(y - (far + largest).unsqueeze(-1) * w, dim=-1) > self.radius
+        # The points before projection lie on a line: inside, if both ends are. A row may have started outside.
+        ends = torch.stack([y, y - (far + largest).unsqueeze(-1) * w])
+        touched = (torch.linalg.vector_norm(ends, dim=-1) > self.radius).any(0)
         for i in touched.nonzero().flatten().tolist():
             yy, yw, ww = (float(a @ b) for a, b in ((y[i], y[i]), (y[i], w[i]), (w[i], w[i])))
             a, b, c = 1.0, 0.0, 1.0

@@ -25,8 +25,8 @@ class RSVRB(RecursiveOptimizer):
     r"""Randomised SVRB (RSVRB): m lower problems with a memory of each; a step visits a few of them.
 
     For :math:`\min_x \frac1m \sum_i f_i(x, y_i^*(x))`. Trackers :math:`u_i, v_i, V_i, H_i, w_i` as in `SVRB`; only
-    those of the sampled tasks S see data (:math:`a_i` is 1 over the expected number of draws of i if it was drawn, else
-    0):
+    those of the sampled tasks S see data (:math:`a_i` is the number of draws of i over its expected number, 0 if it was
+    not drawn):
 
     .. math::
         X_i &\leftarrow \Pi\,[(1-\beta) X_i + a_i\,(h_i(x_t, y_{i,t}; \zeta) - (1-\beta)\, h_i(x_{t-1}, y_{i,t-1};
@@ -66,8 +66,8 @@ class RSVRB(RecursiveOptimizer):
             tasks' derivatives); ``"adaptive"``, the same from the sizes seen so far, mixed with 20 % uniform.
         variant: formula for d. ``"self_normalised"``, as above, for nearly everything: it converges if the data are
             exact, and is no worse than the next two if they are noisy; needs equal weights. ``"exact_mean"``: the mean
-            of all :math:`z_i` without :math:`s_i`, to see the effect of the division; needs equal weights.
-            ``"faithful"``: the paper's, for reproduction:
+            of all :math:`z_i` without :math:`s_i`, to see the effect of the division; needs equal weights. (H of
+            unvisited rows shrinks below the floor.) ``"faithful"``: the paper's, for reproduction:
             :math:`d \leftarrow (1-\beta)(d - \bar z^{old}_J) + \bar z^{new}_J` over probes J, drawn uniformly and
             independently of S. ``"matrix_free"``: see `SVRB`, for y too large for matrices, or noisy data if more
             samples cost less than p products with second derivatives for each. Default: "self_normalised".
