@@ -234,7 +234,7 @@ def test_trials_with_tasks_make_as_many_steps_as_those_without(count):
     assert outcome.steps == math.ceil(200 * min(count, 8) / (each * count))
 
 
-@pytest.mark.parametrize("looks", [0, 40, 150, 280])
+@pytest.mark.parametrize("looks", [0, 40, 150, 250])
 def test_there_is_an_end(monkeypatch, looks):
     """Whenever the time ends, suggestions work, and the other methods have a reason."""
     x, y, f, g = penalized()
