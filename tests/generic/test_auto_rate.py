@@ -60,6 +60,22 @@ def test_differences_stay_above_rounding_where_y_starts_far_from_a_large_solutio
     assert loss < 1e-2 or name == "BOME"
 
 
+@pytest.mark.parametrize(("name", "options"), [("F2SA", {}), ("FirstOrder", {}), ("AID", {"hvp": DIFFERENCES})])
+def test_differences_stay_above_rounding_in_single_precision(name, options):
+    torch.set_default_dtype(torch.float32)
+    inputs = torch.randn(50, 3, generator=seeded())
+    targets = 1e5 * (inputs.sum(1) + 1)
+    x, w = torch.zeros(1, requires_grad=True), torch.zeros(3, requires_grad=True)
+    true = float(torch.linalg.eigvalsh(inputs.T @ inputs / 50)[-1])
+    optimizer = getattr(bo, name)([x], [w], lr=0.0, lower_steps=30, **options)
+    for _ in range(3):
+        optimizer.step(
+            lambda: (inputs @ w - targets).square().mean() / 1e10 + 0 * x.sum(),
+            lambda: (inputs @ w - targets).square().mean() / 2 + 1e-3 * x.exp().sum() * w.square().sum(),
+        )
+        assert float(optimizer.diagnostics["lower_curvature"]) == pytest.approx(true, rel=0.2)
+
+
 def stiffening():
     """A ridge regression whose penalty is x: g becomes stiffer by a factor of e for each unit of x."""
     x, y = torch.zeros(1, dtype=torch.float64, requires_grad=True), torch.ones(6, dtype=torch.float64)

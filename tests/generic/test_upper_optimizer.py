@@ -161,6 +161,16 @@ def test_options_of_sgd_in_groups_count_without_an_upper_optimizer(options, when
         close(p.detach(), twin.detach(), 1e-6)
 
 
+def test_options_of_sgd_count_in_a_step_of_x_alone():
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_steps=2)
+    optimizer.backward(lambda: (y - 3).square().sum(), lambda: (y - x).square().sum())
+    expected = x.detach() - 0.1 * (x.grad + 0.5 * x.detach())
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    optimizer.step()
+    close(x.detach(), expected, 1e-12)
+
+
 def test_options_of_sgd_in_groups_are_refused_where_the_method_makes_the_steps():
     x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
     message = r"Invalid weight_decay value: 0.5 .RAHGD has its own update of x: .*; leave weight_decay out of the upper"
