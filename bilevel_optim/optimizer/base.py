@@ -429,7 +429,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             (torch.Size([100]), 1.0)
         """
         require("steps", steps, is_count(steps) and steps > 0, FROM_ONE)
-        self._heed_options_of_sgd()
         if self._captured is not None:
             losses: Tensor = self._captured.run(upper, lower, tasks, steps)
             return losses
@@ -1061,8 +1060,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
                 )
             if level == "upper" and self._upper_factory is None:
                 self._upper_factory, self._upper_rules = SGD, LowerRules(SGD)
-                if self._captured is not None:
-                    self._captured = type(self._captured)(self, self._captured.settings)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, as in ``torch.optim``.
@@ -1094,7 +1091,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         )  # fmt: skip
         checkpoint.load_exactly(self, super().load_state_dict, state_dict, self._place_of)
         self.param_groups[0][OWN], self._placeholders = b"", False
-        self._heed_options_of_sgd()
         self._rules, self._upper_rules = self._new_rules()
         self._run_state.load(own)
         self._run_state.kinds = checkpoint.saved_types(own)  # the first step casts the state to the current types

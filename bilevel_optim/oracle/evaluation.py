@@ -15,71 +15,58 @@ from torch import Tensor
 
 from ..problem.vector import Vector, any_sharded
 
-__all__ = ["Evaluation", "in_place", "placed"]
+__all__ = ["Evaluation", "in_place"]
 
 Values = Sequence[Vector | None]
 Evaluation = Callable[[Sequence[Vector], Values], AbstractContextManager[Sequence[Vector]]]
 
 
-class placed:
-    """Let ``live`` hold ``values`` inside the block.
-
-    Graphs made inside must not be used outside: a graph saves the live leaf itself, and would read the restored value.
-    """
-
-    __slots__ = ("_before", "_live", "_values")
-
-    def __init__(self, live: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        self._live, self._values = live, values
-        self._before: Sequence[Tensor] | None = None
-
-    def __enter__(self) -> None:
-        live = self._live
-        if any_sharded(live):
-            # FSDP knows a sharded parameter's storage by its address: write into it instead.
-            self._before = Vector(live).detach().clone()
-            Vector(live).copy_(self._values)
-            return
-        before = [t.data for t in live]
-        try:
-            for tensor, value in zip(live, self._values, strict=True):
-                tensor.data = value.detach()
-        except BaseException:
-            _exchanged(live, before)
-            raise
-        self._before = before
-
-    def __exit__(self, *error: Any) -> None:
-        if isinstance(self._before, Vector):
-            Vector(self._live).copy_(self._before)
-        elif self._before is not None:
-            _exchanged(self._live, self._before)
-
-
-def _exchanged(live: Sequence[Tensor], storages: Sequence[Tensor]) -> None:
-    for tensor, storage in zip(live, storages, strict=True):
-        tensor.data = storage
-
-
 class in_place:
     """Put values into live tensors inside the block; yields the live tensors as variables.
+
+    Graphs made inside must not be used outside: a graph saves the live leaf itself, and would read the restored value.
 
     Args:
         live: vectors of live tensors.
         values: for each a vector, or None to keep its values.
     """
 
-    __slots__ = ("_block", "_live")
+    __slots__ = ("_before", "_live", "_moved", "_values")
 
     def __init__(self, live: Sequence[Vector], values: Values) -> None:
         self._live = live
-        self._block = [placed(t, v) for t, v in zip(live, values, strict=True) if v is not None]
+        self._moved: list[Tensor] = []
+        self._values: list[Tensor] = []
+        for tensors, new in zip(live, values, strict=True):
+            if new is not None:
+                self._moved += tensors
+                self._values += new
+        self._before: Sequence[Tensor] | None = None
 
     def __enter__(self) -> Sequence[Vector]:
-        for block in self._block:
-            block.__enter__()
+        moved = self._moved
+        if any_sharded(moved):
+            # FSDP knows a sharded parameter's storage by its address: write into it instead.
+            self._before = Vector(moved).detach().clone()
+            Vector(moved).copy_(self._values)
+            return self._live
+        before = [t.data for t in moved]
+        try:
+            for tensor, value in zip(moved, self._values, strict=True):
+                tensor.data = value.detach()
+        except BaseException:
+            _exchanged(moved, before)
+            raise
+        self._before = before
         return self._live
 
     def __exit__(self, *error: Any) -> None:
-        for block in reversed(self._block):
-            block.__exit__(None, None, None)
+        if isinstance(self._before, Vector):
+            Vector(self._moved).copy_(self._before)
+        elif self._before is not None:
+            _exchanged(self._moved, self._before)
+
+
+def _exchanged(live: Sequence[Tensor], storages: Sequence[Tensor]) -> None:
+    for tensor, storage in zip(live, storages, strict=True):
+        tensor.data = storage

@@ -22,7 +22,7 @@ from ..problem.tasks import select
 from ..problem.vector import Vector, any_sharded, as_variable
 from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from . import batched
-from .evaluation import placed
+from .evaluation import in_place
 from .first_order import none_to_zeros
 from .oracle import Oracle
 from .session import as_scalar
@@ -210,7 +210,7 @@ class LaneLoss:
             # Gradients too: in a checkpoint's second evaluation, in the backward pass, nothing is substituted.
             with (
                 torch.enable_grad(),
-                placed(self.live, values),
+                in_place([self.live], [Vector(values)]),
                 random.preserve_rng(self.oracle.device),
                 self.oracle.session.buffers_kept(),
                 batch_kept(one),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -136,18 +136,34 @@ class Point:
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """Call a sample's function on its arguments, or on others, with the sample's random numbers."""
         clear_autocast_cache(self.device)
-        if not self.session.found.writes_seen:
-            return self._watched_call(sample, arguments, graph)
-        return self._call(sample, arguments, graph)
+        known = self.session.found.writes_seen
+        try:
+            if sample.once and known and not self.sharded and graph is torch.is_grad_enabled():
+                return sample(*arguments)  # contexts cost more than small losses
+            watched = self.session.gathered.watching() if self.sharded else nullcontext()
+            with (
+                nullcontext() if known else self._unwritten(sample),
+                watched,
+                torch.set_grad_enabled(graph),
+                nullcontext() if sample.once else sample.replayed(self.device),
+            ):
+                return sample(*arguments)
+        except Exception as error:
+            if isinstance(error, RuntimeError):
+                require_placed(sample, self.device, error)
+            note_batch(sample, error)
+            raise
 
-    def _watched_call(self, sample: Sample, arguments: Sequence[Any], graph: bool) -> Any:
-        """Call in the first step: if the loss writes into parameters or its batch, restore them and raise."""
+    @contextmanager
+    def _unwritten(self, sample: Sample) -> Generator[None]:
+        """In the first step: if a loss writes into parameters or its batch, restore them and raise."""
         live = [*self.live_x, *self.live_y]
         if any(t.is_inference() for t in live):
-            return self._call(sample, arguments, graph)
+            yield
+            return
         values, versions = [t.detach().clone() for t in live], [t._version for t in live]
         with batch_kept(sample):
-            result = self._call(sample, arguments, graph)
+            yield
         written = [i for i, t in enumerate(live) if t._version != versions[i]]
         if written:
             Vector(live[i].detach() for i in written).copy_(values[i] for i in written)
@@ -157,20 +173,6 @@ class Point:
                 "in a step; remove the in-place operation (nn.Embedding(max_norm=...) is one), and use "
                 "lower_projection= to constrain lower parameters"
             )
-        return result
-
-    def _call(self, sample: Sample, arguments: Sequence[Any], graph: bool) -> Any:
-        try:
-            if sample.once and not self.sharded and graph is torch.is_grad_enabled():
-                return sample(*arguments)  # contexts cost more than small losses
-            watched = self.session.gathered.watching() if self.sharded else nullcontext()
-            with watched, torch.set_grad_enabled(graph), nullcontext() if sample.once else sample.replayed(self.device):
-                return sample(*arguments)
-        except Exception as error:
-            if isinstance(error, RuntimeError):
-                require_placed(sample, self.device, error)
-            note_batch(sample, error)
-            raise
 
     def differentiate(self, loss: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> Sequence[Tensor | None]:
         """Return the gradient of a loss; None for inputs that it does not depend on."""

@@ -16,7 +16,7 @@ from ...optimizer.base import REMADE
 from ...optimizer.options import GENERATOR
 from ...optimizer.state import recalled, remember
 from ...optimizer.transaction import Transaction
-from ...oracle.evaluation import placed
+from ...oracle.evaluation import in_place
 from ...oracle.first_order import none_to_zeros
 from ...problem.parameters import is_number, require, require_rates
 from ...problem.vector import Vector
@@ -122,7 +122,7 @@ class RestartedAGD(Restarted):
     ) -> Any:
         here = Position(live.detach(), recalled(self.state, live), self.numbers, groups, self.generator, Ranks())
         ahead = self._iteration.look_ahead(here)
-        with placed(live, ahead.point), torch.enable_grad():
+        with in_place([live], [ahead.point]), torch.enable_grad():
             loss = closure()
         entries: dict[str, Any] = {"_last_loss": loss.detach() if isinstance(loss, Tensor) else loss}
         writes: list[Callable[[], object]] = []
