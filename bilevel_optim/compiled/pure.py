@@ -287,6 +287,8 @@ def _rule(known: Sequence[Known], rates: Sequence[Tensor], like: Vector, limits:
 
 def _places(writes: Sequence[Write], state: State, y: Vector) -> list[tuple[tuple[str, str, int], Any, Tensor]]:
     """Return the rows to change, each with the place of its table in the state."""
+    if not writes:
+        return []
     tables = [(("tables", name, 0), t) for name, t in state["tables"].items()]
     tables += [(("y", "y", i), t) for i, t in enumerate(y)]
     for level in ("memory", "upper_memory"):
