@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule
 from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from .backend import Call, Program
 from .pure import State, following
+from .small_cpu import CallList
 
 __all__ = ["Chain", "Unchained", "leaves", "leaves_of", "set_apart"]
 
@@ -20,6 +21,7 @@ Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
 PLAIN = (bool, int, float, str, bytes, type(None))
+TURNS = 4  # most copies of the results of small steps whose memory is kept
 
 
 def leaves_of(drawn: Mapping[str, Sequence[Any]], random: Mapping[str, Tensor]) -> list[Any]:
@@ -99,6 +101,7 @@ class Chain:
         times: int = 1,
     ) -> None:
         self.program = call.program.call
+        self._reusing: Sequence[CallList] | None = None  # the program again, with results that keep their memory
         self._times = times if call.program.graph is not None else 1
         self._several: Several | None = None
         self.seconds = 0.0
@@ -135,6 +138,8 @@ class Chain:
                 self._leaves.append(("result", place[id(t)]))
             else:
                 self._leaves.append(("argument", _known(memory, t)))
+        changing = {j for j, _ in (*self._from_results, *self._from_arguments)}
+        self._returned = {at for kind, at in self._leaves if kind == "argument" and at in changing}
         where = {id(t): at for t, at in zip(leaves, self._leaves, strict=True)}
         (kind, self._loss), (other, self._flags) = where[id(results["loss"])], where[id(results["flags"])]
         if (kind, other) != ("result", "result"):
@@ -144,8 +149,6 @@ class Chain:
 
     def are_alike(self, first: int, place: int, count: int) -> bool:
         """Return True if samples that have the form of those at ``first`` have that of those at ``place``."""
-        if first == place:
-            return True
         key = first, place, count
         if key not in self._alike:
             mine, others = self.data[first : first + count], self.data[place : place + count]
@@ -165,6 +168,7 @@ class Chain:
     def follow(self, first: Call, data: Sequence[Sequence[Any]]) -> tuple[list[Tensor], list[Tensor], Call]:
         """Return losses and flags of the first call and of a call for each element of ``data``, and the last call."""
         call, arguments, results = self.program, [*first.arguments], first.results
+        reusing = self._with_kept_results(first) if len(data) > 2 and self._times == 1 else ()
         losses, flags, k = [results[self._loss]], [results[self._flags]], 0
         with torch.no_grad():
             while k < len(data):
@@ -176,7 +180,8 @@ class Chain:
                     flags += found
                     k += self._times
                 else:
-                    results = call([*arguments])
+                    kept = bool(reusing) and k < len(data) - 1
+                    results = reusing[k % len(reusing)](arguments) if kept else call([*arguments])
                     losses.append(results[self._loss])
                     flags.append(results[self._flags])
                     k += 1
@@ -191,6 +196,24 @@ class Chain:
         for j, k in self._from_data:
             arguments[j] = drawn[k]
 
+    def _with_kept_results(self, first: Call) -> Sequence[CallList]:
+        """Return programs whose results keep their memory, to be called in turn for all steps but the last, if any."""
+        if self._reusing is None:
+            self._reusing = []
+            changing = {j for j, _ in (*self._from_results, *self._from_arguments)}
+            # Results in the memory of an argument, such as the last x.
+            owner = {_storage(first.arguments[j]): j for j in changing}
+            passed = {k: owner[_storage(t)] for k, t in enumerate(first.results) if _storage(t) in owner}
+            moved = [*self._from_arguments, *((j, passed[k]) for j, k in self._from_results if k in passed)]
+            # A result is an argument of the next step, and perhaps of more steps after it.
+            turns, later = 2, {j for j, _ in self._from_results}
+            while turns <= TURNS and (later := {j for j, k in moved if k in later}):
+                turns += 1
+            returned = {at for kind, at in self._leaves if kind == "result"}
+            if turns <= TURNS and isinstance(self.program, CallList) and not returned & passed.keys():
+                self._reusing = [self.program.reusing((self._loss, self._flags)) for _ in range(turns)]
+        return self._reusing
+
     def _repeated(self, program: Program, arguments: list[Any], data: Sequence[Sequence[Any]]) -> Several:
         """Return the program of several steps, compiled on first use."""
         if self._several is None:
@@ -203,7 +226,10 @@ class Chain:
 
     def results(self, call: Call) -> dict[str, Any]:
         """Return the results of a step from its call."""
-        kinds = {"result": call.results, "argument": call.arguments}
+        arguments = [*call.arguments]
+        for j in self._returned if self._reusing else ():  # the memory of earlier results will be used again
+            arguments[j] = arguments[j].clone()
+        kinds = {"result": call.results, "argument": arguments}
         leaves = [at if kind == "constant" else kinds[kind][at] for kind, at in self._leaves]
         found: dict[str, Any] = tree_unflatten(leaves, self._structure)
         return found

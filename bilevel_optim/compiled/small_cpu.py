@@ -8,7 +8,8 @@ the version of torch. Code that is not understood runs as Inductor has compiled 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 from operator import getitem, itemgetter
 from typing import Any
 
@@ -50,8 +51,10 @@ def listed(call: Callable[..., Any], example: Sequence[Any]) -> CallList | None:
     if text is None:
         return None
     try:
-        found = _Listing(text, space).function(len(example))
+        found = _Listing(text, space).function()
     except _Unknown:
+        return None
+    if found.given != len(example):
         return None
     right, first, second = call([*example]), found(example), found(example)
     return found if _are_identical(right, first, example) and _are_identical(first, second, example) else None
@@ -98,6 +101,7 @@ class _Listing:
     Args:
         text: the function.
         space: globals of its module.
+        new: positions of the results that are new tensors at every call. Default: None, all of them.
 
     Attributes:
         entries: the list before the calls: constants, and tensors that keep their memory.
@@ -105,8 +109,13 @@ class _Listing:
         slots: name -> index of its entry.
     """
 
-    def __init__(self, text: ast.FunctionDef, space: dict[str, Any]) -> None:
-        self.space, self.entries, self.calls = space, list[Any](), list[tuple[Any, tuple[int, ...], int]]()
+    def __init__(self, text: ast.FunctionDef, space: dict[str, Any], new: Container[int] | None = None) -> None:
+        self.text, self.space, self.entries, self.calls = (
+            text,
+            space,
+            list[Any](),
+            list[tuple[Any, tuple[int, ...], int]](),
+        )
         self.slots: dict[str, int] = {}
         self.fixed = set[int]()  # entries known before the calls
         self.results: tuple[int, ...] = ()
@@ -118,6 +127,10 @@ class _Listing:
             if "self" in _names(statement) or not isinstance(statement, (ast.Assign, ast.Expr, ast.Delete, ast.Return)):
                 raise _Unknown
             used = [name for name in _names(statement) if name in names]
+            if new is not None and isinstance(statement, ast.Return) and isinstance(statement.value, ast.Tuple):
+                used = [
+                    n for i, part in enumerate(statement.value.elts) if i in new for n in _names(part) if n in names
+                ]
             if isinstance(statement, ast.Return) or (isinstance(statement, ast.Assign) and _target(statement) is None):
                 self.aliases.join([RETURNED, *used])
             elif isinstance(statement, ast.Assign) and _called(statement.value) != ALLOCATION:
@@ -125,12 +138,11 @@ class _Listing:
         for statement in own:
             self._add(statement)
 
-    def function(self, given: int) -> CallList:
-        """Return the calls as a function of this many arguments."""
-        if self.given != given:
-            raise _Unknown
+    def function(self) -> CallList:
+        """Return the calls as a function."""
         calls = [(function, _picked(operands), slot) for function, operands, slot in self.calls]
-        return CallList(self.entries, calls, _picked(self.results), given)
+        again = partial(_Listing, self.text, self.space)
+        return CallList(self.entries, calls, _picked(self.results), self.given, lambda new: again(new).function())
 
     def _add(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Delete):
@@ -271,9 +283,11 @@ class CallList:
         calls: a function, a picker of its operands among the entries, and the index of its result.
         results: picks the returned entries.
         given: number of the arguments, which are the first entries.
+        reusing: makes the same function with other memory, in which all small results are kept too, except those at
+            the positions that it is called with.
     """
 
-    __slots__ = ("_calls", "_entries", "_given", "_results")
+    __slots__ = ("_calls", "_entries", "_results", "given", "reusing")
 
     def __init__(
         self,
@@ -281,13 +295,15 @@ class CallList:
         calls: Sequence[tuple[Any, Callable[[list[Any]], tuple[Any, ...]], int]],
         results: Callable[[list[Any]], tuple[Any, ...]],
         given: int,
+        reusing: Callable[[Container[int]], CallList],
     ) -> None:
-        self._entries, self._calls, self._results, self._given = entries, calls, results, given
+        self._entries, self._calls, self._results = entries, calls, results
+        self.given, self.reusing = given, reusing
 
     def __call__(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Return the results for arguments of the sizes, strides and types that it was made for."""
         entries = self._entries.copy()
-        entries[: self._given] = arguments
+        entries[: self.given] = arguments
         for function, operands, slot in self._calls:
             entries[slot] = function(*operands(entries))
         return self._results(entries)

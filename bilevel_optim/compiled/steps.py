@@ -798,7 +798,8 @@ class CompiledSteps:
         if optimizer.check_finite:
             known = optimizer._run_state.warned - {optimizer._reacts_to(optimizer.numbers)}
             matters = [True] + [key not in known for key in results["alerts"]]
-            for k, on in enumerate(torch.stack(flags).tolist()):  # one wait for all
+            told = torch.stack(flags).tolist()  # one wait for all
+            for k, on in enumerate(told if any(map(any, told)) else ()):
                 if any(flag and needed for flag, needed in zip(on, matters, strict=True)):
                     sound = k
                     break
@@ -833,7 +834,7 @@ class CompiledSteps:
             for batches, times in columns:
                 for batch in batches[k * times : (k + 1) * times]:
                     part, first = known.get(id(batch), (None, -1))
-                    if part is None or not chain.are_alike(first, len(own), len(part)):
+                    if part is None or (first != len(own) and not chain.are_alike(first, len(own), len(part))):
                         part = (*leaves(batch), None, None)  # its index and weight are None
                         if not chain.fits(part, len(own)):
                             return data, False
