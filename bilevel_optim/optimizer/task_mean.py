@@ -13,7 +13,7 @@ from ..hypergradient.estimate import Write, measured
 from ..oracle.lanes import stacked
 from ..oracle.oracle import Oracle
 from ..problem.random import draw_random_inputs
-from ..problem.tasks import TaskDraws, sample, select, starting_points
+from ..problem.tasks import TaskDraws, require_ids, sample, select, starting_points
 from ..problem.vector import Vector
 from .step import CURVATURE, StepInputs, replace
 
@@ -50,7 +50,9 @@ def task_mean(
         remembered: number of tasks whose solutions are stored; None: none are.
     """
     drawn = sample(sampler, count, inputs.generator)
-    rows = None if remembered is None else _Rows(inputs.tables.get(STARTS), oracle.y, drawn, remembered)
+    if remembered is not None:
+        require_ids(drawn, sampler, remembered)
+    rows = None if remembered is None else _Rows(inputs.tables.get(STARTS), oracle.y, remembered)
     tasks, share = inputs.ranks.share(drawn, count)
     generator = inputs.ranks.derive_task_generator(inputs.generator, inputs.steps)
     whole = together(count)  # every slice has random inputs of its own
@@ -97,17 +99,10 @@ class _Rows:
     Args:
         table: table after the last step; None: there is none, and all tasks start at y.
         y: the live values.
-        ids: ids of the drawn tasks.
         number: number of all tasks.
     """
 
-    def __init__(self, table: Tensor | None, y: Vector, ids: Any, number: int) -> None:
-        if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point():
-            shown = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-            raise ValueError(
-                "task_memory=True needs a sampler that draws ids of tasks, because a row is found by its id, but "
-                f"sample returned {shown}; return a LongTensor of shape (n,)"
-            )
+    def __init__(self, table: Tensor | None, y: Vector, number: int) -> None:
         self.y, self.is_new = y, table is None
         if table is None:
             flat = torch.cat([t.reshape(-1) for t in y])
