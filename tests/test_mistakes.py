@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
 from bilevel_optim.optimizer.declaration import methods
@@ -452,3 +453,55 @@ def test_small_mistakes_have_their_own_sentences():
         bo.AID([x], [y], lr=0.1, lower_steps=1).step(lambda: y.sum())
     with pytest.raises(ValueError, match=r"^Invalid upper_optimizer value: Adam \(pass the class, or a function"):
         bo.AID([x], [y], lr=0.1, lower_steps=1, upper_optimizer=torch.optim.Adam([x]))
+
+
+@pytest.mark.parametrize("verb", ["step", "backward", "propose", "run", "check", "suggest", "compiled", "update"])
+def test_a_call_in_inference_mode_names_it(verb):
+    optimizer, x, y, losses = made(upper_optimizer=torch.optim.Adam)
+    if verb == "compiled":
+        optimizer.compile(backend="eager")
+    for _ in range(3):
+        optimizer.step(*losses)
+    calls = {
+        "run": lambda: optimizer.run(*losses, steps=2),
+        "check": lambda: bo.check_hypergradient(optimizer, *losses),
+        "suggest": lambda: bo.suggest([x], [y], *losses, max_seconds=5),
+        "compiled": lambda: optimizer.step(*losses),
+        "update": lambda: optimizer.step(),
+    }
+    before = x.detach().clone(), y.detach().clone()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"torch\.inference_mode\(\) is on.* leave the"):
+        calls.get(verb, lambda: getattr(optimizer, verb)(*losses))()
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
+    with torch.no_grad():
+        optimizer.step(*losses)
+
+
+def test_parameters_that_cannot_be_differentiated_or_have_no_values():
+    with torch.inference_mode():
+        x = torch.zeros(2, requires_grad=True)
+    y = torch.zeros(2, requires_grad=True)
+    with pytest.raises(ValueError, match=r"upper parameter 0 of shape \(2,\) was created under torch\.inference_mode"):
+        bo.AID([x], [y], lr=0.1, lower_steps=1)
+    x, y = (torch.zeros(2, requires_grad=True, device="meta") for _ in range(2))
+    with pytest.raises(ValueError, match=r"parameter 0 is on device meta, which stores no values; give the module"):
+        bo.AID([x], [y], lr=0.1, lower_steps=1).step(lambda: y.sum(), lambda: (y - x).square().sum())
+
+
+@pytest.mark.parametrize("method", [bo.AID, bo.F2SA, bo.BOME, bo.FirstOrder])
+@pytest.mark.parametrize("level", [0, 1])
+def test_reentrant_checkpointing(method, level):
+    optimizer, x, y, losses = made(method)
+    if method is bo.F2SA:
+        optimizer = bo.F2SA([x], [y], nu=0.1, **ARGUMENTS)
+    plain = losses[level]
+    wrong = [*losses]
+    wrong[level] = lambda: plain() + checkpoint(torch.tanh, y, use_reentrant=True).sum()
+    with pytest.raises(ValueError, match=r"^a loss uses reentrant checkpointing.* pass use_reentrant=False"):
+        optimizer.step(*wrong)
+    assert x.tolist() == [2.0, 2.0]
+    assert y.tolist() == [0.0, 0.0]
+    assert optimizer.state == {}
+    wrong[level] = lambda: plain() + checkpoint(torch.tanh, y, use_reentrant=False).sum()
+    optimizer.step(*wrong)

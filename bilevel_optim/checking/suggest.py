@@ -20,7 +20,7 @@ from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..oracle.session import EvaluationOptions, Session
 from ..problem.objective import Loss, Objective, as_objective
-from ..problem.parameters import Params, as_groups, is_number, require, require_choice, unnamed
+from ..problem.parameters import Params, as_groups, is_number, require, require_choice, require_gradients, unnamed
 from ..problem.tasks import draw, sample, select
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
@@ -219,6 +219,7 @@ def suggest(
     for name in methods:
         require_choice("methods", name, METHODS)
     require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0, SECONDS)
+    require_gradients()
     clock = TimeLimit(max_seconds, "suggest")
     groups = as_groups(upper_params, "upper"), as_groups(lower_params, "lower")
     x, y = ([t for g in level for t in map(unnamed, g["params"]) if t.requires_grad] for level in groups)

@@ -36,6 +36,7 @@ from ..problem.parameters import (
     names_of,
     require,
     require_apart,
+    require_gradients,
     require_one_level,
     require_rates,
     require_usable,
@@ -642,6 +643,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
     ) -> Oracle:
         """Return the oracle of both losses at the current point; ``groups`` are the groups by level, if known."""
+        require_gradients()
         f, g = self._objectives(upper, lower)
         groups = groups or by_level(self.param_groups)
         x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
@@ -920,6 +922,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     @torch.no_grad()
     def _update(self) -> None:
         """Update the upper parameters that have a ``.grad``."""
+        require_gradients()  # a state that is made in inference mode could not be changed outside
         if initialises(self):
             return self._initialise()
         self._heed_options_of_sgd()

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import Write, measured
 from ..oracle.lanes import stacked
 from ..oracle.oracle import Oracle
 from ..problem.random import draw_random_inputs
-from ..problem.tasks import TaskDraws, sample, select, starting_points
-from ..problem.vector import Vector
+from ..problem.tasks import TaskDraws, require_ids, sample, select, starting_points
+from ..problem.vector import Vector, any_sharded
 from .step import CURVATURE, StepInputs, replace
 
 __all__ = ["task_mean"]
@@ -50,7 +51,9 @@ def task_mean(
         remembered: number of tasks whose solutions are stored; None: none are.
     """
     drawn = sample(sampler, count, inputs.generator)
-    rows = None if remembered is None else _Rows(inputs.tables.get(STARTS), oracle.y, drawn, remembered)
+    if remembered is not None:
+        require_ids(drawn, sampler, remembered)
+    rows = None if remembered is None else _Rows(inputs.tables.get(STARTS), oracle.y, remembered)
     tasks, share = inputs.ranks.share(drawn, count)
     generator = inputs.ranks.derive_task_generator(inputs.generator, inputs.steps)
     whole = together(count)  # every slice has random inputs of its own
@@ -79,16 +82,33 @@ def task_mean(
     # The state of x is kept; that of the tasks' y is dropped.
     last = estimates[-1]
     diagnostics = _over_parts([measured(found.diagnostics) for found in estimates], joined)
+    curvatures = [found.memory[CURVATURE] for found in estimates if CURVATURE in found.memory]
     return Estimate(
         loss,
         gradient,
         {**diagnostics, "task_count": torch.tensor(count, device="cpu")},
-        memory={name: vector for name, vector in last.memory.items() if name == CURVATURE},
+        memory={CURVATURE: _stiffest(curvatures, inputs.ranks)} if curvatures else {},
         upper_memory=last.upper_memory,
         numbers=last.numbers,
         lower=mean,
         **({} if rows is None else rows.solution_fields()),
     )
+
+
+def _stiffest(curvatures: Sequence[Vector], ranks: Ranks) -> Vector:
+    """Return the longest of the curvature vectors of all slices of tasks and of all ranks."""
+    found, sizes = curvatures[0], torch.stack([vector.norm() for vector in curvatures])
+    if len(curvatures) > 1:
+        longest = sizes.argmax().reshape(1)
+        found = Vector([torch.stack(parts).index_select(0, longest)[0] for parts in zip(*curvatures, strict=True)])
+    if ranks.group is None or any_sharded(found):
+        return found
+    of_ranks = sizes.new_zeros(ranks.world)
+    of_ranks[ranks.rank] = sizes.max()
+    (of_ranks,) = ranks.total(of_ranks)
+    own = found.times(of_ranks.argmax() == ranks.rank)
+    longest_of_all: tuple[Vector] = ranks.total(own)
+    return longest_of_all[0]
 
 
 class _Rows:
@@ -97,17 +117,10 @@ class _Rows:
     Args:
         table: table after the last step; None: there is none, and all tasks start at y.
         y: the live values.
-        ids: ids of the drawn tasks.
         number: number of all tasks.
     """
 
-    def __init__(self, table: Tensor | None, y: Vector, ids: Any, number: int) -> None:
-        if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point():
-            shown = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-            raise ValueError(
-                "task_memory=True needs a sampler that draws ids of tasks, because a row is found by its id, but "
-                f"sample returned {shown}; return a LongTensor of shape (n,)"
-            )
+    def __init__(self, table: Tensor | None, y: Vector, number: int) -> None:
         self.y, self.is_new = y, table is None
         if table is None:
             flat = torch.cat([t.reshape(-1) for t in y])

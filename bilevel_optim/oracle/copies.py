@@ -389,10 +389,10 @@ def _look(oracle: Oracle, g: Tensor, y: Vector, x: Vector | None, wrt: str) -> N
     if session.found.products is None and g.requires_grad:
         session.found.products = products_of(g)
     if not session.found.reaches_lower:
-        gradients = torch.autograd.grad(g.sum(), list(y), retain_graph=True, allow_unused=True)
+        gradients = oracle.differentiate(g.sum(), y, again=True)
         session.require_reached(gradients, oracle.lower_names)
     if x is not None and not session.found.reaches_upper:
-        session.note_reached(torch.autograd.grad(g.sum(), list(x), retain_graph=True, allow_unused=True))
+        session.note_reached(oracle.differentiate(g.sum(), x, again=True))
 
 
 def _gradient(oracle: Oracle, total: Tensor, variables: Vector, wrt: str, *, of_lower: bool = False) -> Vector:

@@ -141,6 +141,4 @@ def _reason(text: str) -> str | None:
         return "it runs a torch.compile'd module or a kernel without double backward (pass the module uncompiled)"
     if "is not implemented" in text and "derivative" in text:
         return "one of its operations has no second derivative in torch"
-    if "use_reentrant" in text or "Checkpointing is not compatible" in text:
-        return "it uses reentrant checkpointing (pass use_reentrant=False)"
     return None

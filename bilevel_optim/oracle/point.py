@@ -21,6 +21,10 @@ CALLS_BACKWARD = (
     "the {} seems to call backward(), or to return a loss whose graph has been freed, but the optimizer itself "
     "differentiates the loss: compute it afresh on every call, and return it without a call of backward()"
 )
+REENTRANT = (
+    "a loss uses reentrant checkpointing, which torch supports only in backward(), and not in torch.autograd.grad, by "
+    "which the optimizer differentiates it: pass use_reentrant=False to torch.utils.checkpoint"
+)
 
 
 class Point:
@@ -51,6 +55,11 @@ class Point:
         self.g.begin()
         self._names = names
         if not self.session.found.reaches_upper:
+            if self.device.type == "meta":
+                raise ValueError(
+                    f"parameter {self.lower_names()[0]} is on device meta, which stores no values; give the module "
+                    "values (module.to_empty(device=...), then its weights) before you create the optimizer"
+                )
             for tensor, name in zip((*self.x, *self.y), self.names, strict=True):
                 if tensor.device != self.device:
                     raise ValueError(
@@ -174,15 +183,28 @@ class Point:
                 "lower_projection= to constrain lower parameters"
             )
 
-    def differentiate(self, loss: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> Sequence[Tensor | None]:
-        """Return the gradient of a loss; None for inputs that it does not depend on."""
+    def differentiate(
+        self, loss: Tensor, inputs: Sequence[Tensor], *, graph: bool = False, again: bool = False
+    ) -> Sequence[Tensor | None]:
+        """Return the gradient of a loss; None for inputs that it does not depend on.
+
+        Args:
+            loss: the loss.
+            inputs: tensors to differentiate in.
+            graph: make a graph of the gradient.
+            again: keep the graph of the loss, which is differentiated once more.
+        """
         if self.sharded and not graph:
             return _by_backward(loss, inputs)
         try:
-            found = torch.autograd.grad(loss, list(inputs), create_graph=graph, allow_unused=True)
+            found = torch.autograd.grad(
+                loss, list(inputs), create_graph=graph, retain_graph=graph or again, allow_unused=True
+            )
         except RuntimeError as error:
             if "a second time" in str(error):
                 raise RuntimeError(CALLS_BACKWARD.format("loss")) from error
+            if "use_reentrant" in str(error) or "Checkpointing is not compatible" in str(error):
+                raise ValueError(REENTRANT) from error
             raise
         for gradient, t in zip(found, inputs, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:

@@ -24,6 +24,7 @@ __all__ = [
     "require",
     "require_apart",
     "require_choice",
+    "require_gradients",
     "require_one_level",
     "require_rates",
     "require_usable",
@@ -140,7 +141,7 @@ def require_rates(groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def require_usable(group: Mapping[str, Any]) -> None:
-    """Raise ValueError if a parameter of a group is not a leaf, is complex, or is expanded."""
+    """Raise ValueError if a parameter of a group is not a leaf, is complex, is expanded, or is of inference mode."""
     for name, p in _named(group):
         if not isinstance(p, Tensor):
             continue  # torch reports it
@@ -149,6 +150,11 @@ def require_usable(group: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{called} is the result of an operation (such as .to(device), or a sum) and cannot be optimised; pass "
                 "the tensor that it was computed from, or make it a leaf tensor: t = t.detach().requires_grad_()"
+            )
+        if p.is_inference():
+            raise ValueError(
+                f"{called} was created under torch.inference_mode(), so torch cannot differentiate in it; create it "
+                "outside, or pass a copy that is made outside: t.clone().detach().requires_grad_()"
             )
         if p.is_complex():
             raise ValueError(
@@ -160,6 +166,15 @@ def require_usable(group: Mapping[str, Any]) -> None:
                 f"{called} is expanded: several of its entries share one place in memory, so they cannot be updated "
                 "separately; pass the tensor before expand(), or t.detach().contiguous().requires_grad_()"
             )
+
+
+def require_gradients() -> None:
+    """Raise RuntimeError under ``torch.inference_mode()``, where torch computes no gradients."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "torch.inference_mode() is on, and then torch computes no gradients, which this call needs; leave the "
+            "block before the call, or use torch.no_grad() instead, which does not disturb it"
+        )
 
 
 def require_apart(groups: Sequence[Mapping[str, Any]], known: int = 0) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "draw_whole",
     "fresh_start",
     "length_of",
+    "require_ids",
     "sample",
     "select",
     "starting_points",
@@ -323,6 +324,24 @@ def sample(sampler: Any, count: int, generator: torch.Generator | None) -> Any:
     tasks = sampler.sample(count, generator)
     require_shape(f"sample({count}, generator)", tasks, (count,))
     return tasks
+
+
+def require_ids(tasks: Any, sampler: Any, number: int) -> None:
+    """Raise ValueError unless tasks are ids below a number; values are read on the CPU only, and not in a graph."""
+    if not isinstance(tasks, Tensor) or tasks.dim() != 1 or tasks.dtype != torch.long:
+        shown = f"{tasks.dtype} of shape {tuple(tasks.shape)}" if isinstance(tasks, Tensor) else type(tasks).__name__
+        raise ValueError(
+            "task_memory=True needs a sampler that draws ids of tasks, because a row is found by its id, but "
+            f"sample returned {shown}; return a LongTensor of shape (n,)"
+        )
+    if isinstance(sampler, StandIn) or not tasks.is_cpu:
+        return
+    least, most = int(tasks.min()), int(tasks.max())
+    if not 0 <= least <= most < number:
+        raise ValueError(
+            f"task_memory=True keeps a row for each of {number} tasks, but sample returned ids from {least} to {most}; "
+            "return ids of at least 0, below the length of the sampler"
+        )
 
 
 def draw(sampler: Any, level: str, tasks: Any, count: int, n: int | None, generator: torch.Generator | None) -> Any:

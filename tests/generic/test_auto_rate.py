@@ -203,6 +203,19 @@ def test_with_tasks_it_is_that_of_the_stiffest():
     assert "curvature" in optimizer.state[y]
 
 
+@pytest.mark.parametrize("vectorize", [False, 2])
+def test_with_tasks_in_slices_the_stiffest_is_kept(vectorize):
+    """The next step draws other tasks, and must not start from the curvature of a soft one."""
+    x, y = torch.zeros(1, requires_grad=True), torch.zeros(3, requires_grad=True)
+    tasks = bo.TensorTasks(torch.tensor([100.0, 1.0, 1.0]).reshape(3, 1, 1))
+    loss = lambda rows: (rows.mean() * (y - x - 1).square()).sum() / 2  # noqa: E731
+    optimizer = bo.ITD([x], [y], lr=0.1, lower_steps=2, warm_start=False, vectorize=vectorize, generator=seeded(0))
+    for k in range(6):
+        optimizer.step(loss, loss, tasks=tasks)
+        assert float(optimizer.state[y]["curvature"].norm()) == pytest.approx(100.0, rel=0.02), k
+    assert float(optimizer.diagnostics["lower_lr"].max()) < 0.01
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_adaptation_measures_too(many):
     """Also before the first step; with the same steps as training."""

@@ -126,3 +126,25 @@ def test_f2sa_with_an_upper_optimizer_is_backward_and_that_optimizer():
     assert torch.equal(*ends)
     assert bo.F2SA([x], [y], lr=0.3, lower_steps=5).normalize
     assert bo.F2SA([x], [y], lr=0.3, lower_steps=5, upper_optimizer=torch.optim.SGD, normalize=True).normalize
+
+
+@pytest.mark.parametrize(
+    ("ids", "answer"),
+    [
+        ([-1, 0], "keeps a row for each of 5 tasks, but sample returned ids from -1 to 0"),
+        ([0, 5], "keeps a row for each of 5 tasks, but sample returned ids from 0 to 5"),
+        ([True, False], r"sample returned torch\.bool of shape \(2,\); return a LongTensor"),
+        (torch.tensor([1, 3], dtype=torch.int32), r"sample returned torch\.int32 of shape \(2,\)"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_ids_that_no_row_has(ids, answer, first):
+    optimizer, x, y, upper, lower, tasks = made("AID", lr=0.05, task_memory=True)
+    if not first:
+        optimizer.step(upper, lower, tasks=tasks)
+    before = [t.detach().clone() for t in (x, *y)]
+    tasks.sample = lambda n, generator: torch.as_tensor(ids)
+    tasks.lower = tasks.upper = lambda ids, n, generator: torch.zeros(2, 1, 2, dtype=torch.float64)
+    with pytest.raises(ValueError, match=answer):
+        optimizer.step(upper, lower, tasks=tasks)
+    assert all(map(torch.equal, before, (x, *y)))

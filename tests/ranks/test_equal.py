@@ -193,6 +193,30 @@ def sampled(rank, world):
     ]
 
 
+def measured_on_tasks(rank, world):
+    """Return the curvature that each rank keeps: of the stiffest task, which one rank has drawn."""
+    x, y = torch.zeros(1, requires_grad=True), torch.zeros(3, requires_grad=True)
+    tasks = bo.TensorTasks(torch.tensor([100.0, 1.0]).reshape(2, 1, 1))
+    optimizer = bo.AID(
+        [x], [y], lr=0.1, lower_steps=2, generator=torch.Generator().manual_seed(0), process_group=dist.group.WORLD
+    )
+    kept = []
+    for _ in range(4):
+        optimizer.step(
+            lambda rows: (y - 1).square().sum(), lambda rows: rows.mean() * (y - x).square().sum(), tasks=tasks
+        )
+        kept.append(optimizer.state[y]["curvature"].tolist())
+    return kept
+
+
+def test_the_curvature_of_tasks_is_kept_equally_on_all_ranks(tmp_path):
+    """Else a state that one rank has saved would not continue the run of the others."""
+    found = together(2, tmp_path, measured_on_tasks, 2)
+    assert found[0] == found[1]
+    for curvature in found[0]:
+        assert torch.tensor(curvature).norm().item() == pytest.approx(200.0, rel=0.02)
+
+
 def all_cases(rank, world, dtype, every):
     options = {"rank": rank, "world": world}
     group = dist.group.WORLD
