@@ -137,7 +137,7 @@ class F2SA(BilevelOptimizer):
         lower_optimizer="elementwise",
     )
 
-    order: int = count(default=2)
+    order: int = count(least=1, default=2)
     nu: float = number(default=1e-2, above=0, saved=True)
     _given_stencil: str = choice(*KINDS, "auto", default="auto", alias="stencil")
     samples: str = choice(*SAMPLES, default="shared")
