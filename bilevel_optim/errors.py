@@ -10,17 +10,27 @@ from collections.abc import Generator
 import torch
 from torch.autograd.gradcheck import GradcheckError as _TorchGradcheckError
 
-__all__ = ["FILTERS", "BilevelWarning", "GradcheckError", "NonFiniteError", "RankError", "filters_kept", "warn"]
+__all__ = [
+    "DATA_FIRST",
+    "FILTERS",
+    "BilevelWarning",
+    "GradcheckError",
+    "NonFiniteError",
+    "RankError",
+    "filters_kept",
+    "warn",
+]
 
 # Paths without user code: this package, torch (its hooks and decorators), and contextlib, which runs their blocks.
 INSIDE = (*(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__)), contextlib.__file__)
 
 FILTERS = threading.RLock()  # held while warning filters change, because all threads share them
 
-REMEDY = (
+DATA_FIRST = (
     "Look at the data first (the mean over an empty batch is NaN, and so is a loss on data with a NaN); if they are "
-    "right, use a smaller lr or lower_lr"
+    "right"
 )
+REMEDY = f"{DATA_FIRST}, use a smaller lr or lower_lr"
 
 
 class NonFiniteError(ArithmeticError):

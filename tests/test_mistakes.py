@@ -43,6 +43,7 @@ MISSPELT = [
     (bo.AID, {**ARGUMENTS, "nu": 0.1}, "no option 'nu', which is an option of F2SA"),
     (bo.RAHGD, {**ARGUMENTS, "levels": 3}, "no option 'levels', which is an option of DLSGD, RTMLMC"),
     (bo.SOBA, ARGUMENTS, "SOBA has no option 'lower_steps': it is a single loop"),
+    (bo.AID, {**ARGUMENTS, "momentum": 0.9}, "pass upper_optimizer or lower_optimizer=functools.partial(torch.opt"),
     (bo.AID, {**ARGUMENTS, "frobnicate": 1}, "no option 'frobnicate'; it has upper, lower, lr, lower_lr, lower_steps"),
 ]
 
@@ -294,6 +295,31 @@ def test_backward_inside_a_loss(level, retain):
         optimizer.step(*wrong)
     assert x.grad is y.grad is None
     optimizer.step(*losses)
+
+
+def test_zero_grad_inside_a_loss():
+    optimizer, x, _, (upper, lower) = made()
+    x.grad = torch.ones_like(x)
+
+    def clears():
+        optimizer.zero_grad()
+        return upper()
+
+    with pytest.raises(ValueError, match=r"seems to call backward\(\) or zero_grad\(\)"):
+        optimizer.step(clears, lower)
+
+
+@pytest.mark.parametrize(("option", "value"), [("lr", "0.1"), ("lower_steps", "3")])
+def test_a_number_in_a_string_is_shown_as_one(option, value):
+    """From a command line without ``type=float``; "Invalid learning rate: 0.1" looked like a valid one."""
+    with pytest.raises(ValueError, match=f": '{value}'"):
+        made(**{option: value})
+
+
+@pytest.mark.parametrize("order", [0, -1, 1.5])
+def test_the_least_order_is_one(order):
+    with pytest.raises(ValueError, match=r"Invalid order value: .* an integer of at least 1\)"):
+        made(bo.F2SA, order=order)
 
 
 def test_a_graph_that_is_made_once():

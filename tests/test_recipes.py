@@ -666,10 +666,13 @@ def test_help_of_every_program(name, capsys):
     assert "".join(first.split()) in "".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("arguments", ["--corruption 1.5", "--steps 0", "--optimizer newton", "--lr -1"])
+BAD = ["--corruption 1.5", "--steps 0", "--optimizer newton", "--lr -1", "--device gpu", f"--out {__file__}/x"]
+
+
+@pytest.mark.parametrize("arguments", BAD)
 def test_bad_arguments_are_refused(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
-        hyper_cleaning.main(arguments.split())
+        hyper_cleaning.main([*arguments.split(), *([] if "--steps" in arguments else ["--steps", "1"])])
     assert arguments.split()[0] in capsys.readouterr().err
 
 

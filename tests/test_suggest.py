@@ -218,6 +218,8 @@ def test_tasks_modules_and_what_may_be_overridden():
     for wrong, text in (("MAML", "methods"), ("aid", "methods")):
         with pytest.raises(ValueError, match=f"Invalid {text} value: {wrong} "):
             bo.suggest([x], module.parameters(), mean, ridge, methods=[wrong])
+        with pytest.raises(ValueError, match=f"Invalid {text} value: {wrong} "):
+            bo.suggest([x], module.parameters(), mean, ridge, methods=wrong)
     with pytest.raises(ValueError, match=r"Invalid name value: SOBA \(choose one of 'AID', 'ITD'\)"):
         suggestion.make("SOBA")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..errors import DATA_FIRST
 from ..oracle.copies import evaluate_copies
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
@@ -54,7 +55,7 @@ def penalty(
         lower_sample or oracle.g.draw(),
         wrt="upper",
     )
-    hint = "If copies at negative nodes diverge, a smaller nu helps, or stencil='forward'"
+    hint = f"{DATA_FIRST}, and copies at negative nodes diverge, a smaller nu helps, or stencil='forward'"
     oracle.checks.finite("upper_grad", values.gradient, hint)
     interpolation = constant([w.numerator / w.denominator for w in formula.interpolation], values.upper)
     used = interpolation != 0

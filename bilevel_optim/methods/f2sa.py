@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..errors import warn
+from ..errors import DATA_FIRST, warn
 from ..hypergradient import Estimate, penalty
 from ..hypergradient.finite_difference import KINDS, Stencil
 from ..hypergradient.finite_difference import stencil as stencil_of
@@ -32,7 +32,7 @@ __all__ = ["F2SA"]
 
 SAMPLES = ("shared", "independent")
 LARGEST_NU = 1.0  # a larger value is taken for a mistake
-DIVERGED = "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
+DIVERGED = f"{DATA_FIRST}, a smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
 CONVEXITY = "Invalid {name} value: {value} (it must be at most ell, because no curvature is larger than ell)"
 ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are unreliable
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
@@ -137,7 +137,7 @@ class F2SA(BilevelOptimizer):
         lower_optimizer="elementwise",
     )
 
-    order: int = count(default=2)
+    order: int = count(least=1, default=2)
     nu: float = number(default=1e-2, above=0, saved=True)
     _given_stencil: str = choice(*KINDS, "auto", default="auto", alias="stencil")
     samples: str = choice(*SAMPLES, default="shared")

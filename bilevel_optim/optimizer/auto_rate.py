@@ -48,6 +48,10 @@ NEGLIGIBLE = 1e-3  # relative length of a lower step, above which growing lower 
 DECAY = 0.95  # smallest ratio of the curvature to that of the step before
 GROWTH = 2.0  # largest extra factor for a growing curvature
 TURN = 0.3  # weight of the gradient in the direction
+FLAT = (
+    "the lower loss has no curvature in y here (is it piecewise linear, like an absolute error, or constant?), so "
+    "lower_lr='auto' finds no rate; pass a number as lower_lr, or add a penalty such as 1e-3 * y.square().sum()"
+)
 
 
 def require_own_scale(made: torch.optim.Optimizer, method: str) -> None:
@@ -73,8 +77,8 @@ def with_measured_rates(
         margin: the rate is 1 / (margin * curvature).
     """
     oracle, sample = _with_first_sample(oracle, draws)
-    w = _estimate_curvature(oracle, sample, inputs.memory.get(CURVATURE), exact)
-    curvature, rate = _curvature(w, margin)
+    w, flat = _estimate_curvature(oracle, sample, inputs.memory.get(CURVATURE), exact)
+    curvature, rate = _curvature(oracle, w, flat, margin)
     groups, rule = _scaled(rate, inputs.lower_groups, inputs.rule)
     inputs = replace(inputs, lower_groups=groups, rule=rule)
     return oracle, inputs, w, {"lower_curvature": curvature, "lower_lr": rate}
@@ -107,14 +111,15 @@ def rule_at(
         exact: as for `with_measured_rates`.
     """
     oracle, sample = _with_first_sample(oracle, None)
-    _, rate = _curvature(_estimate_curvature(oracle, sample, last, exact), MARGIN)
+    _, rate = _curvature(oracle, *_estimate_curvature(oracle, sample, last, exact), MARGIN)
     return oracle, _scaled(rate, groups, rule)[1]
 
 
-def _curvature(w: Vector, margin: float) -> tuple[Tensor, Tensor]:
-    """Return the curvature and the rate that it allows."""
+def _curvature(oracle: Oracle, w: Vector, flat: Tensor, margin: float) -> tuple[Tensor, Tensor]:
+    """Return the curvature and the rate that it allows; refuse a loss without any."""
     curvature = w.norm().clamp_min(torch.finfo(w[0].dtype).tiny)
-    return curvature, 1 / (margin * curvature)
+    oracle.checks.refuse(FLAT, flat)
+    return curvature, (1 / (margin * curvature)).masked_fill(flat, 0)  # finite values, so that the refusal is read
 
 
 def _scaled(rate: Tensor, groups: Sequence[dict[str, Any]], rule: Rule) -> tuple[list[dict[str, Any]], Rule]:
@@ -140,11 +145,22 @@ def _with_first_sample(oracle: Oracle, draws: Sequence[Draw] | None) -> tuple[Or
     return other, drawn["lower"][0]
 
 
-def _estimate_curvature(oracle: Oracle, sample: Sample, last: Vector | None, exact: bool) -> Vector:
-    """Return the direction of largest curvature, with the curvature as its norm; of tasks, that of the stiffest."""
+def _estimate_curvature(oracle: Oracle, sample: Sample, last: Vector | None, exact: bool) -> tuple[Vector, Tensor]:
+    """Return the direction of largest curvature, with the curvature as its norm; of tasks, that of the stiffest.
+
+    The second result is true if there is no earlier curvature, ``last``, and one of the last two products was zero.
+    """
+    changes: list[Tensor] = []
     if exact:
         with oracle.lower_system(sample) as system:
-            return _iterated(oracle, system.gradient, lambda u, _: system.hvp(u), last)
+
+            def product(u: Vector, _: Tensor | None) -> Vector:
+                found = system.hvp(u)
+                changes.append(found.norm())
+                return found
+
+            w = _iterated(oracle, system.gradient, product, last)
+            return w, _none(changes, last)
     _, gradient = oracle.lower(sample)
     y, unit, slope = oracle.y, working_unit(oracle.y[0]), gradient.norm()
     tiny = torch.finfo(slope.dtype).tiny
@@ -159,9 +175,17 @@ def _estimate_curvature(oracle: Oracle, sample: Sample, last: Vector | None, exa
             step = torch.maximum(least, math.sqrt(unit) * slope / known)
         scale = step / u.norm().clamp_min(torch.finfo(u[0].dtype).tiny)
         change = oracle.at(lower=y + u.times(scale)).lower(sample)[1] - gradient
+        changes.append(change.norm())
         return change.times(1 / scale).add(u, unit**2 * slope / step)  # keeps the direction where rounding leaves none
 
-    return _iterated(oracle, gradient, difference, last)
+    w = _iterated(oracle, gradient, difference, last)
+    return w, _none(changes, last)
+
+
+def _none(changes: list[Tensor], last: Vector | None) -> Tensor:
+    """Return True if the first measurement found no curvature: one of its last two products is zero."""
+    found = torch.stack(changes[-2:])
+    return (found == 0).any() if last is None else torch.zeros_like(found[0], dtype=torch.bool)
 
 
 def _iterated(

@@ -25,6 +25,10 @@ WORDS = {
 # The same for arguments of public methods.
 PARTS = {"inner": "lower", "outer": "upper", "loss": "", "fn": "", "objective": "", "sampler": "tasks"}
 WHOLE = {"upper_lr": "lr", "lambda": "nu", "lam": "nu", "penalty": "nu", "upper_steps": "step"}
+# Options of torch's optimizers, and an optimizer that has each.
+OF_TORCH = {
+    "momentum": "SGD", "dampening": "SGD", "nesterov": "SGD", "weight_decay": "SGD", "betas": "Adam", "amsgrad": "Adam",
+}  # fmt: skip
 
 
 FIRST = ("upper", "lower", "lr", "lower_lr", "lower_steps")  # then the method's own options, then the common ones
@@ -76,6 +80,10 @@ def argument_error(
 def _hint(cls: type[Any], option: str, known: list[str], methods: Iterable[type[Any]]) -> str:
     if option == "lower_steps":
         return ": it is a single loop, with one lower step in each step; leave lower_steps out"
+    takers = [name for name in ("upper_optimizer", "lower_optimizer") if name in known]
+    if option in OF_TORCH and takers:
+        made = f"functools.partial(torch.optim.{OF_TORCH[option]}, {option}=...)"
+        return f": it is an option of torch's optimizers; pass {' or '.join(takers)}={made}"
     words = [WORDS.get(word, word) for word in option.lower().split("_")]
     plain = "_".join(word for word in words if word)
     meant = next((name for name in (WHOLE.get(plain), plain) if name in known), None)

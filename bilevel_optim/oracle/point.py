@@ -18,8 +18,8 @@ from .session import Session, as_scalar, clear_autocast_cache
 __all__ = ["Point"]
 
 CALLS_BACKWARD = (
-    "the {} seems to call backward(), or to return a loss whose graph has been freed, but the optimizer itself "
-    "differentiates the loss: compute it afresh on every call, and return it without a call of backward()"
+    "the {} seems to call backward() or zero_grad(), or to return a loss whose graph has been freed, but the optimizer "
+    "itself differentiates the loss: compute it afresh on every call, and return it without either call"
 )
 REENTRANT = (
     "a loss uses reentrant checkpointing, which torch supports only in backward(), and not in torch.autograd.grad, by "

@@ -38,9 +38,10 @@ LEVELS = ("upper", "lower")
 
 
 def require(name: str, value: object, valid: bool, wording: str = "Invalid {name} value: {value}") -> None:
-    """Raise ValueError in torch's wording unless ``valid``."""
+    """Raise ValueError in torch's wording unless ``valid``; a number in a string is shown in quotes."""
     if not valid:
-        raise ValueError(wording.format(name=name, value=value))
+        quoted = isinstance(value, str) and value[:1].isdigit()
+        raise ValueError(wording.format(name=name, value=repr(value) if quoted else value))
 
 
 def require_choice(name: str, value: Any, choices: Iterable[object], *, or_positive: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,23 @@ def share(text: str) -> float:
     if not 0 <= (value := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text}")
     return value
+
+
+def device_name(text: str) -> str:
+    """Check that torch can use a device."""
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise argparse.ArgumentTypeError(f"torch cannot use {text!r} here: {str(error).splitlines()[0]}") from None
+    return text
+
+
+def folder(text: str) -> Path:
+    """Parse a folder that exists or can be made, before a long run whose results go there."""
+    nearest = next(path for path in (Path(text).absolute(), *Path(text).absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write to {text}: {nearest} is no folder that you may write to")
+    return Path(text)
 
 
 KINDS: dict[type, Callable[[str], Any]] = {int: count, float: positive}
@@ -69,9 +87,9 @@ class Parser(argparse.ArgumentParser):
         if seed:
             self.add_argument("--seed", type=int, default=0, help="default: 0")
         if device:
-            self.add_argument("--device", default="cpu", help="default: cpu")
+            self.add_argument("--device", type=device_name, default="cpu", help="default: cpu")
         if out:
-            self.option("out", Path("results"), "output folder")
+            self.option("out", Path("results"), "output folder", type=folder)
         if compiled:
             self.add_argument("--compile", action="store_true", help="compile the steps where possible")
         shown = "chosen by torch" if threads is None else threads

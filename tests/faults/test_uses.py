@@ -156,10 +156,11 @@ def test_a_missing_argument_is_one_of_the_method(row):
         row.cls(problem.x, problem.y, lower_lr=0.1, **({"lower_steps": 1} if row.cls.declared.lower_steps else {}))
 
 
-def test_an_empty_batch_is_not_a_matter_of_the_rates():
+@pytest.mark.parametrize("method", [bo.AID, bo.F2SA])
+def test_an_empty_batch_is_not_a_matter_of_the_rates(method):
     x, y, _, lower = apart()
     nothing = torch.zeros(0)
-    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
+    optimizer = method([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
     with pytest.raises(bo.NonFiniteError, match=r"Look at the data first \(the mean over an empty batch is NaN"):
         optimizer.step(lambda: (y.sum() - nothing).mean(), lower)
 

@@ -123,6 +123,21 @@ def test_a_loss_that_is_not_finite_still_says_so():
     assert not optimizer.state
 
 
+@pytest.mark.parametrize("name", ["AID", "ITD", "F2SA", "SOBA", "PZOBO", "FirstOrder", "BOME"])
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_a_loss_without_curvature_is_refused(name, weight):
+    """An absolute error, or weights clamped to zero: y went to 1e13 without an error, or the data were blamed."""
+    x, y = torch.full((2,), weight, requires_grad=True), torch.zeros(2, requires_grad=True)
+    lower = lambda: (x.clamp(min=0) * (y - 1).abs()).sum()  # noqa: E731
+    options = {"lower_steps": 3} if getattr(bo, name).declared.lower_steps else {}
+    optimizer = getattr(bo, name)([x], [y], lr=0.1, **options)
+    with pytest.raises(ValueError, match="has no curvature in y here"):
+        optimizer.step(lambda: y.square().sum(), lower)
+    assert not y.any()
+    with pytest.raises(ValueError, match="has no curvature in y here"):
+        optimizer.adapt(lower, **({} if options else {"steps": 3}))
+
+
 @pytest.mark.parametrize("name", FOLLOWING)
 def test_the_default_of_every_method_that_can(name):
     """It is "auto"; a step costs one product, or one difference of gradients, and one gradient more."""
