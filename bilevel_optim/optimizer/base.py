@@ -246,6 +246,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
 
     def __init__(self, upper: Params, lower: Params, **options: Any) -> None:
         values = self._checked_options({"upper": upper, "lower": lower, **options})
+        asked = values["lower_optimizer"]  # a method may put one of its own in the place of None
         self._arrange(values)
         for name, one in self._options.items():
             if one.attribute is not None:
@@ -263,7 +264,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         if isinstance(lower_lr, str):
             lower_lr = unmeasured_rate(lower_lr, self._lower_factory, method, self._fixed_rate)
             auto = lower_lr is None
-        lower_lr = 1.0 if auto else rate_of("lower", lower_lr, lower_optimizer, method)
+        lower_lr = 1.0 if auto else rate_of("lower", lower_lr, asked, method)
         require("learning rate", lr, is_number(lr) and 0 <= lr < math.inf, wording="Invalid learning rate: {value}")
         require("lower_lr", lower_lr, is_number(lower_lr) and 0 <= lower_lr < math.inf, FROM_ZERO)
         self._lower_solver: Callable[[], Any] | None = values.get("lower_solver")

@@ -247,8 +247,9 @@ def test_rates_that_agree_or_that_nobody_sets_are_taken(level):
 def test_invalid_upper_optimizers_are_refused():
     with pytest.raises(TypeError, match="AID: missing a required argument: 'lr'"):
         quick(lr=None)
-    with pytest.raises(TypeError, match="GDA: missing a required argument: 'lower_lr'"):
-        bo.GDA([torch.zeros(1, requires_grad=True)], [torch.zeros(1, requires_grad=True)], lr=0.1)
+    for cls in (bo.GDA, bo.RAHGD, bo.PRAHGD, bo.RAGDA, bo.PRAGDA, bo.iMCN):
+        with pytest.raises(TypeError, match=f"{cls.__name__}: missing a required argument: 'lower_lr'"):
+            cls([torch.zeros(1, requires_grad=True)], [torch.zeros(1, requires_grad=True)], lr=0.1, lower_steps=1)
     for factory, name in ((LBFGS, "LBFGS"), (partial(bo.AGD, momentum=0.5), "AGD")):
         with pytest.raises(ValueError, match=f"Invalid upper_optimizer value: {name} evaluates gradients at points"):
             quick(upper_optimizer=factory)

@@ -9,6 +9,7 @@ import bilevel_optim as bo
 from bilevel_optim import Vector
 from bilevel_optim.distributed.ranks import Ranks
 from bilevel_optim.oracle import batched
+from bilevel_optim.oracle.evaluation import in_place
 from bilevel_optim.oracle.first_order import upper_slope
 from bilevel_optim.oracle.lanes import stacked
 from bilevel_optim.oracle.session import EvaluationOptions, Session
@@ -388,3 +389,13 @@ def test_one_process_exchanges_nothing():
     assert ranks.broadcast_number(7) == 7
     assert ranks.copy_from_first(vector) is vector
     assert ranks.share(tasks, 3) == (tasks, 3)
+
+
+def test_values_that_do_not_fit_leave_the_live_tensors_as_they_were():
+    """The first tensor already holds its value when the second one is refused."""
+    live = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
+    storages = [t.data_ptr() for t in live]
+    values = Vector([torch.zeros(2), torch.zeros(3, device="meta")])
+    with pytest.raises(RuntimeError, match="incompatible tensor type"), in_place([Vector(live)], [values]):
+        pass
+    assert [t.data_ptr() for t in live] == storages

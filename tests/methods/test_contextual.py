@@ -57,6 +57,7 @@ def test_telescoping_path_by_path(neumann, base):
         expected = u(base, seed) + correction / probabilities(levels, base)[k - base - 1]
         close(v, expected, 1e-10)
         assert correction.norm() > 1e-4
+        assert float(optimizer.diagnostics["correction"]) == pytest.approx(float(correction.norm() ** 2), rel=1e-9)
         seen.add(k)
     assert seen == {base + 1, base + 2, base + 3}
 
