@@ -233,7 +233,7 @@ def unmeasured_rate(lower_lr: str, lower_factory: Callable[..., Any], method: st
     ``fixed`` is the reason why the method cannot use a measured rate, if it cannot.
     """
     if lower_lr != AUTO:
-        raise ValueError(f"Invalid lower_lr value: {lower_lr} (a number, or 'auto')")
+        raise ValueError(f"Invalid lower_lr value: {lower_lr!r} (a number, or 'auto')")
     if fixed:
         raise ValueError(f"Invalid lower_lr value: auto ({method} takes a number: {fixed})")
     own, sets = (None, False) if lower_factory is SGD else own_rate(lower_factory)

@@ -137,7 +137,8 @@ def require_rates(groups: Iterable[Mapping[str, Any]]) -> None:
             continue
         if not isinstance(lr, Tensor) and not (is_number(lr) and 0 <= lr < math.inf):  # a tensor may be on a device
             raise ValueError(
-                f"Invalid learning rate: {lr} (of {group.get('level', 'some')} parameters; a finite number, at least 0)"
+                f"Invalid learning rate: {lr!r} (of {group.get('level', 'some')} parameters; a finite number, at least "
+                "0)"
             )
 
 

@@ -136,16 +136,20 @@ HEADLINES = (
         "{power[004-time-newsvendor][2 levels]:.1f} times as long with 2 levels (paper: 2.5) and "
         "{power[004-time-newsvendor][8 levels]:.0f} times with 8 (13.6); with 20 tasks at once "
         "{power[004-time-tasks][6 levels]:.1f} times with 6 levels (0.97) and "
-        "{power[004-time-tasks][10 levels]:.0f} times with 10 (5.0). Meta-learning and the "
-        "newsvendor's costs: not run.",
+        "{power[004-time-tasks][10 levels]:.0f} times with 10 (5.0). On the newsvendor with 30 demands per context, "
+        "with 200 updates, WDRO-SI has a test cost of {mean[004-newsvendor-30][WDRO-SI]:.2f}, as has ERM "
+        "({mean[004-newsvendor-30][ERM]:.2f}), and WDRO {mean[004-newsvendor-30][WDRO]:.2f}; the settings of WDRO-SI "
+        "lie at the edge of the search. Meta-learning: not run.",
         {
             "004-p1": "HOLDS",
             "004-p1 @ seconds": "FAILS",
             "004-time-newsvendor": "HOLDS",
             "004-time-tasks": "HOLDS",
             "004-law-levels": "HOLDS",
+            "004-newsvendor-30": "UNDECIDED",
+            "004-newsvendor-shift": "UNDECIDED",
         },
-        ("004-meta", "004-newsvendor-30", "004-newsvendor-shift"),
+        ("004-meta",),
     ),
     Headline(
         "arXiv:2509.02937",

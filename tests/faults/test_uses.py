@@ -200,12 +200,12 @@ def test_a_rate_that_is_none(level, rate):
     """NaN used to be written to x; a group's rate may be set at any time."""
     x, y, upper, lower = apart()
     names = ("lr", "lower_lr")
-    with pytest.raises(ValueError, match=f"Invalid (learning rate|{names[level]} value): {rate}"):
+    with pytest.raises(ValueError, match=f"Invalid (learning rate|{names[level]} value): {rate!r}"):
         bo.AID([x], [y], **{"lr": 0.1, "lower_lr": 0.5, names[level]: rate}, lower_steps=2)
     optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
     optimizer.param_groups[level]["lr"] = rate
     before = values([x, y])
-    with pytest.raises(ValueError, match=f"Invalid learning rate: {rate} "):
+    with pytest.raises(ValueError, match=f"Invalid learning rate: {rate!r} "):
         optimizer.step(upper, lower)
     assert same(before, values([x, y]))
 

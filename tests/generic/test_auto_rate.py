@@ -181,7 +181,7 @@ def test_optimizers_with_a_scale_of_their_own_refuse_it_and_own_rates_stay():
         match=r"Invalid lower_lr value: auto \(the default, .*learning rate of Adam may need another scale: pass AID",
     ):
         made("AID", problem, lower_optimizer=torch.optim.Adam)
-    with pytest.raises(ValueError, match=r"Invalid lower_lr value: fast \(a number, or 'auto'\)"):
+    with pytest.raises(ValueError, match=r"Invalid lower_lr value: 'fast' \(a number, or 'auto'\)"):
         made("AID", problem, lower_lr="fast")
     own = made("AID", problem, lower_optimizer=partial(torch.optim.Adam, lr=0.02))
     assert own.param_groups[-1]["lr"] == 0.02
