@@ -77,7 +77,14 @@ def watch_moves(
             f"x does not move: the upper loss depends on x only through y, and {control} ignores that dependence, "
             "because it is a control for comparisons. Use another method, such as AID or F2SA"
         )
-    first, warned = state.upper_trend.first or 0.0, "growing upper loss" in state.warned
+    trend = state.upper_trend
+    if slope.lr and not control and trend.count >= STILL and trend.spread and not trend.promised:
+        warn(
+            f"x does not move: the hypergradient was exactly zero in each of the first {STILL} steps. Look for an "
+            "operation whose derivative is zero at this x (clamp, relu, round, a saturated sigmoid), or start x "
+            "elsewhere"
+        )
+    first, warned = trend.first or 0.0, "growing upper loss" in state.warned
     if slope.fixed_length and not warned and moved * slope.norm > abs(loss) and loss > 3 * abs(first):
         warn(
             f"x goes past a minimum and back: step {STILL} moved it by {moved:.2g} along a slope of {slope.norm:.2g}, "

@@ -145,6 +145,26 @@ def test_a_control_that_does_not_move_x_is_reported():
         repeated(optimizer, lambda: (y - 1).square().sum(), g, 21)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_weights_whose_derivative_is_zero_at_the_start_are_reported(at_once):
+    """The derivative of clamp is zero at its edge: all weights are zero, and stay so."""
+    weights, y = (torch.zeros(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    losses = lambda: (y - 1).square().sum(), lambda: (weights.clamp(min=0) * (y - 1).square() + (y - 2).square()).sum()
+    for start, told in ((-1e-3, True), (1e-3, False)):
+        with torch.no_grad():
+            weights.fill_(start)
+        optimizer = bo.AID([weights], [y], lr=1e-3, lower_lr=0.1, lower_steps=2)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            if at_once:
+                optimizer.run(*losses, steps=25)
+            else:
+                repeated(optimizer, *losses, 25)
+        assert ["hypergradient was exactly zero in each of the first 20" in str(w.message) for w in seen] == [
+            True
+        ] * told
+
+
 def test_in_a_run_of_many_steps_too():
     optimizer, f, g = made("SOBA", 30.0)
     optimizer.compile(backend="eager")
