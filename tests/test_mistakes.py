@@ -219,6 +219,7 @@ def test_parameters_that_are_none():
         ([], ValueError, "optimizer got an empty lower parameter list"),
         (y, TypeError, r"\(write \[tensor\]\)"),
         (3, TypeError, "lower parameters should be an iterable of tensors"),
+        ([{"param": [y]}], ValueError, "the lower group .* has no entry 'params': write {'params'"),
     ):
         with pytest.raises(error, match=answer):
             bo.AID([x], lower, **ARGUMENTS)

@@ -91,6 +91,10 @@ def as_groups(parameters: Params, level: str) -> list[dict[str, Any]]:
             _refuse_module(entry, level)
     groups: list[dict[str, Any]] = [dict(e) for e in entries] if isinstance(entries[0], dict) else [{"params": entries}]
     for group in groups:
+        if "params" not in group:
+            raise ValueError(
+                f"the {level} group {group} has no entry 'params': write {{'params': list of tensors, 'lr': ...}}"
+            )
         given = group["params"]
         group["params"] = [given] if isinstance(given, Tensor) else list(given)
         group["level"] = level
