@@ -95,14 +95,14 @@ def experiment(name: str, method: str, what: str, like: str = "") -> Experiment:
         scales={
             "smoke": {"data": "digits", "batch": 100, "sizes": [700, 700], "budget": 10, "seeds": 3, "evaluations": 2,
                       "search": False},
-            "cpu": {**LENET, "budget": 100, "seeds": 3, "evaluations": 4},
+            "cpu": {**LENET, "budget": 300, "seeds": 3, "evaluations": 6},
             "full": {**LENET, "budget": 1000, "seeds": 5, "evaluations": 20},
         },
         shares=(0.25,),
         whole=1000,
         moves=4,
         departures=(
-            "100 updates at the scale cpu (1,000 in the paper)",
+            "300 updates at the scale cpu (1,000 in the paper)",
             "the error is that on the unseen test set; in the paper that on D_out, whose labels drive x",
             "D_in and D_out are 10,000 and 50,000 images of the training set; in the paper's code the test set and the "
             "training set",
