@@ -110,12 +110,8 @@ class _Listing:
     """
 
     def __init__(self, text: ast.FunctionDef, space: dict[str, Any], new: Container[int] | None = None) -> None:
-        self.text, self.space, self.entries, self.calls = (
-            text,
-            space,
-            list[Any](),
-            list[tuple[Any, tuple[int, ...], int]](),
-        )
+        self.text, self.space = text, space
+        self.entries, self.calls = list[Any](), list[tuple[Any, tuple[int, ...], int]]()
         self.slots: dict[str, int] = {}
         self.fixed = set[int]()  # entries known before the calls
         self.results: tuple[int, ...] = ()
@@ -141,8 +137,8 @@ class _Listing:
     def function(self) -> CallList:
         """Return the calls as a function."""
         calls = [(function, _picked(operands), slot) for function, operands, slot in self.calls]
-        again = partial(_Listing, self.text, self.space)
-        return CallList(self.entries, calls, _picked(self.results), self.given, lambda new: again(new).function())
+        other = partial(_Listing, self.text, self.space)
+        return CallList(self.entries, calls, _picked(self.results), self.given, lambda new: other(new).function())
 
     def _add(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Delete):
