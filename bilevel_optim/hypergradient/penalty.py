@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import DATA_FIRST
-from ..oracle.copies import evaluate_copies
+from ..oracle.copies import Copies
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.placement import constant
@@ -46,22 +46,19 @@ def penalty(
     Returns:
         Estimate whose loss is f extrapolated to :math:`\nu = 0`, with error :math:`O(\nu^p)`.
     """
-    values = evaluate_copies(
-        oracle,
-        copies,
-        [j * c.numerator / c.denominator for j, c in zip(formula.nodes, formula.weights, strict=True)],
-        _summing_to_zero([c.numerator / c.denominator / nu for c in formula.weights], oracle.x[0].dtype),
-        upper_sample or oracle.f.draw(),
-        lower_sample or oracle.g.draw(),
-        wrt="upper",
+    weights = [c.numerator / c.denominator for c in formula.weights]
+    xi, zeta = upper_sample or oracle.f.draw(), lower_sample or oracle.g.draw()
+    (_, values), gradient = Copies(oracle, copies).upper_slope(
+        ("lower", zeta, _summing_to_zero([c / nu for c in weights], oracle.x[0].dtype)),
+        ("upper", xi, [j * c for j, c in zip(formula.nodes, weights, strict=True)]),
     )
     hint = f"{DATA_FIRST}, and copies at negative nodes diverge, a smaller nu helps, or stencil='forward'"
-    oracle.checks.finite("upper_grad", values.gradient, hint)
-    interpolation = constant([w.numerator / w.denominator for w in formula.interpolation], values.upper)
+    oracle.checks.finite("upper_grad", gradient, hint)
+    interpolation = constant([w.numerator / w.denominator for w in formula.interpolation], values)
     used = interpolation != 0
-    loss = torch.where(used, values.upper * interpolation, 0.0).sum()
+    loss = torch.where(used, values * interpolation, 0.0).sum()
     oracle.checks.scalar("loss", loss, hint)
-    return Estimate(loss, values.gradient)
+    return Estimate(loss, gradient)
 
 
 def _summing_to_zero(weights: Sequence[float], dtype: torch.dtype) -> list[float]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.ranks import Ranks
-from ..oracle.copies import evaluate_copies
+from ..oracle.copies import Copies
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.placement import constant
@@ -91,10 +91,7 @@ def full_zeroth_order(
     found: list[Tensor] = []
 
     def measure(upper: Vector, ends: Vector, base: Vector) -> tuple[Tensor, Tensor]:
-        n = len(upper[0])
-        ones = [1.0] * n
-        values = evaluate_copies(oracle, ends, ones, ones, sample, sample, wrt="nothing", upper_copies=upper).upper
-        values = values.detach()
+        values = Copies(oracle, ends, upper).values("upper", sample)
         if not found:
             found.append(values[0].clone())
             oracle.checks.scalar("loss", found[0])

@@ -19,7 +19,7 @@ from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.options import FROM_ZERO, POSITIVE, choice, count, flag, number
 from ..optimizer.step import StepInputs, Update, replace
-from ..oracle.copies import evaluate_copies
+from ..oracle.copies import Copies
 from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
@@ -299,9 +299,9 @@ class F2SA(BilevelOptimizer):
             xi, zeta = [oracle.f.draw() for _ in range(n)], [oracle.g.draw() for _ in range(n)]
 
         def gradient(copies: Vector) -> tuple[Tensor, Vector]:
-            found = evaluate_copies(oracle, copies, weights, [1.0] * n, xi, zeta, wrt="lower")
-            oracle.checks.scalar("loss", found.total, DIVERGED)
-            return found.lower.sum(), found.gradient
+            (g, f), slopes = Copies(oracle, copies).lower_slopes(("lower", zeta, [1.0] * n), ("upper", xi, weights))
+            oracle.checks.scalar("loss", (g + f * constant(weights, f)).sum(), DIVERGED)
+            return g.sum(), slopes
 
         return gradient
 

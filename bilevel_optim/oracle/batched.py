@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from ..errors import filters_kept
+from ..problem.vector import Vector, any_sharded, as_variable
 from .differentiable import has_large_convolutions
+from .evaluation import in_place
 from .session import Session
 
-__all__ = ["no_large_convolutions", "no_slow_batching", "run", "slices"]
+__all__ = ["no_large_convolutions", "no_slow_batching", "require_redirection", "run", "slices"]
 
 LARGE = 1 << 17  # input entries of a convolution
 CONVOLUTIONS = (
@@ -99,3 +102,39 @@ def no_slow_batching(look: bool) -> Generator[None]:
     with filters_kept():
         warnings.filterwarnings("error", message="There is a performance drop")
         yield
+
+
+def require_redirection(
+    session: Session,
+    loss: str,
+    live: Vector,
+    values: Sequence[Tensor],
+    evaluate: Callable[[Sequence[Tensor]], Tensor],
+    where: str,
+) -> None:
+    """Raise if a loss reads live tensors where no replacement reaches them, as TorchScript modules do.
+
+    Args:
+        session: remembers the outcome.
+        loss: which loss, as in `LossFacts`.
+        live: tensors that are replaced.
+        values: values to read in their place.
+        evaluate: evaluates the loss at such values, with the same random numbers each time.
+        where: ending of the message: the copies that it should read, and the cure.
+    """
+    at = [as_variable(t.clone()) for t in values]  # unknown to every substitution
+    results: list[list[Tensor]] = []
+    # If the result depends on what the live tensors hold, then the loss has read these. A sharded tensor can hold no
+    # row of a stack.
+    for held in () if any_sharded(live) else (at, [t * 1.1 + 0.1 for t in at]):
+        # Gradients too: in a checkpoint's second evaluation, in the backward pass, nothing is replaced.
+        with torch.enable_grad(), in_place([live], [Vector(held).detach()]), session.buffers_kept():
+            value = evaluate(at)
+            reached = torch.autograd.grad(value, at, allow_unused=True) if value.requires_grad else ()
+        results.append([value.detach(), *(t for t in reached if t is not None)])
+    for own, other in zip(*results, strict=True):
+        if (own - other).norm() > 1e-5 * own.norm():  # never true of values that are not finite
+            raise RuntimeError(
+                f"the {loss.split()[0]} loss reads parameters in a way that cannot be redirected to {where}"
+            )
+    session.found.redirected |= {loss}

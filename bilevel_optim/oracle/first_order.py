@@ -76,9 +76,7 @@ def upper_slope(oracle: Point, level: str, sample: Sample) -> tuple[Tensor, Vect
     """Return the value of a loss and its gradient in x alone; arguments as in `lower_slope`."""
     session = oracle.session
     with session.buffers_kept(), oracle.placed() as (x, y):
-        # Sharded parameters get gradients from a backward pass only, which would leave those of y behind.
-        loss, gradients = slopes(oracle, level, sample, x, y, (*x, *y) if oracle.sharded else x)
-    gradients = gradients[: len(x)]
+        loss, gradients = slopes(oracle, level, sample, x, y, x)
     session.note_reached(gradients)
     oracle.count(f"{level}_grad")
     loss, gradient = oracle.averaged(loss.detach(), none_to_zeros(gradients, oracle.x))

@@ -19,10 +19,9 @@ from torch.func import vmap
 from ..problem import random
 from ..problem.objective import Objective, Sample, batch_kept, require_fit
 from ..problem.tasks import select
-from ..problem.vector import Vector, any_sharded, as_variable
+from ..problem.vector import Vector, as_variable
 from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from . import batched
-from .evaluation import in_place
 from .first_order import none_to_zeros
 from .oracle import Oracle
 from .session import as_scalar
@@ -174,7 +173,7 @@ class LaneLoss:
     ) -> None:
         self.oracle, self.level, self.loss = oracle, level, loss
         self.live, self.leaves, self.shared_rng, self.weights = live, leaves, shared_rng, weights
-        self._first = [as_variable(t[0].clone()) for t in leaves]  # unknown to every substitution
+        self._key = f"{level} tasks"
 
     def __call__(self, batch: Any) -> Tensor:
         values = self.values(batch)
@@ -186,12 +185,11 @@ class LaneLoss:
         lanes = [t.view_as(t) for t in self.leaves]
         session = self.oracle.session
         with session.buffers_kept():
-            if self.level not in session.found.redirected:
-                if not any_sharded(self.live):  # these cannot hold a row, nor mix with one
-                    self._require_redirection(batch)
-                session.found.redirected |= {self.level}
-            parts = _each(self.oracle, self._at, batch, lanes, len(lanes[0]), shared_rng=self.shared_rng)
-        session.found.vmapped_tasks |= session.found.fallback is None and session.options.at_once(len(lanes[0])) > 1
+            if self._key not in session.found.redirected:
+                self._require_redirection(batch)
+            parts = _each(self.oracle, self.level, self._at, batch, lanes, len(lanes[0]), shared_rng=self.shared_rng)
+        if session.found.fallback is None and session.options.at_once(len(lanes[0])) > 1:
+            session.found.vmapped |= {self._key}
         return torch.cat(parts)
 
     def _at(self, batch: Any, *values: Tensor) -> Tensor:
@@ -204,30 +202,21 @@ class LaneLoss:
             return as_scalar(self.level, loss)
 
     def _require_redirection(self, batch: Any) -> None:
-        """Raise if the result depends on the live tensors' values: the loss then reads them unseen by torch."""
-        results, one = [], Sample(self.loss, (select(batch, 0),))
-        for values in (self._first, [t * 1.1 + 0.1 for t in self._first]):
-            # Gradients too: in a checkpoint's second evaluation, in the backward pass, nothing is substituted.
-            with (
-                torch.enable_grad(),
-                in_place([self.live], [Vector(values)]),
-                random.preserve_rng(self.oracle.device),
-                self.oracle.session.buffers_kept(),
-                batch_kept(one),
-            ):
-                loss = self._at(one.batch, *self._first)
-                reached = torch.autograd.grad(loss, self._first, allow_unused=True) if loss.requires_grad else ()
-            results.append([loss.detach(), *(t for t in reached if t is not None)])
-        try:
-            same = all(torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in zip(*results, strict=True))
-        except RuntimeError:  # the batches are stacked for an outer vmap, which has checked this
-            return
-        if not same and all(t.isfinite().all() for found in results for t in found):
-            raise RuntimeError(
-                f"the {self.level} loss reads lower parameters in a way that cannot be redirected to the tasks' own "
-                "values, as TorchScript modules, checkpointing or NumPy do, so all tasks would read the same values; "
-                "pass the plain module, without checkpointing, and use torch's functions"
-            )
+        one = Sample(self.loss, (select(batch, 0),))
+
+        def loss(values: Sequence[Tensor]) -> Tensor:
+            with random.preserve_rng(self.oracle.device), batch_kept(one):
+                return self._at(one.batch, *values)
+
+        batched.require_redirection(
+            self.oracle.session,
+            self._key,
+            self.live,
+            [t[0] for t in self.leaves],
+            loss,
+            "the tasks' own values, as TorchScript modules, checkpointing or NumPy do, so all tasks would read the "
+            "same values; pass the plain module, without checkpointing, and use torch's functions",
+        )
 
 
 class LaneFeatures:
@@ -251,7 +240,9 @@ class LaneFeatures:
             self.oracle.session.found.features_checked |= {self.level}
         if hasattr(self.features, "stacked"):
             return self.features.stacked(batch)
-        parts = _each(self.oracle, self._of_one, batch, [], len(tree_leaves(batch)[0]), shared_rng=self.shared_rng)
+        parts = _each(
+            self.oracle, self.level, self._of_one, batch, [], len(tree_leaves(batch)[0]), shared_rng=self.shared_rng
+        )
         return parts[0] if len(parts) == 1 else tree_map(lambda *ts: torch.cat(ts), *parts)
 
     def _of_one(self, batch: Any) -> Any:
@@ -260,7 +251,14 @@ class LaneFeatures:
 
 
 def _each(
-    oracle: Oracle, function: Callable[..., Any], batch: Any, values: Sequence[Tensor], n: int, *, shared_rng: bool
+    oracle: Oracle,
+    level: str,
+    function: Callable[..., Any],
+    batch: Any,
+    values: Sequence[Tensor],
+    n: int,
+    *,
+    shared_rng: bool,
 ) -> list[Any]:
     """Return, in parts, the stacked results of ``function`` for the batch and the values of each of n lanes."""
     session = oracle.session
@@ -281,7 +279,8 @@ def _each(
             return function(tree_unflatten(mine, structure), *values)
 
         mapped = vmap(one, randomness="same" if shared_rng else "different")
-        with batched.no_slow_batching(look=not session.found.vmapped_tasks), replayed(part.stop - part.start):
+        new = f"{level} tasks" not in session.found.vmapped
+        with batched.no_slow_batching(look=new), replayed(part.stop - part.start):
             return mapped([leaves[i] for i in tensors], *(values if whole else [t[part] for t in values]))
 
     def alone(i: int) -> Any:

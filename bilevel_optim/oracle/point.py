@@ -195,7 +195,7 @@ class Point:
             again: keep the graph of the loss, which is differentiated once more.
         """
         if self.sharded and not graph:
-            return _by_backward(loss, inputs)
+            return _by_backward(loss, inputs, (*self.live_x, *self.live_y))
         try:
             found = torch.autograd.grad(
                 loss, list(inputs), create_graph=graph, retain_graph=graph or again, allow_unused=True
@@ -262,14 +262,14 @@ class Point:
                     )
 
 
-def _by_backward(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return gradients through ``.backward()``, the only way for sharded parameters (FSDP2)."""
-    before = [t.grad for t in inputs]
-    for tensor in inputs:
+def _by_backward(loss: Tensor, inputs: Sequence[Tensor], live: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return gradients through ``.backward()``, the only way for sharded parameters (FSDP2); restore ``.grad``."""
+    before = [t.grad for t in live]
+    for tensor in live:
         tensor.grad = None
     try:
         loss.backward()  # type: ignore[no-untyped-call]
         return [t.grad for t in inputs]
     finally:
-        for tensor, grad in zip(inputs, before, strict=True):
+        for tensor, grad in zip(live, before, strict=True):
             tensor.grad = grad

@@ -66,9 +66,8 @@ class LossFacts:
     kinked: bool | None = None  # the lower loss contains activations whose derivative jumps
     products: frozenset[str] | None = None  # products in the lower loss whose precision torch can lower
     fallback: str | None = None  # why the loop runs although vmap was requested
-    vmapped: bool = False  # vmap is known to work on copies of these losses
-    vmapped_tasks: bool = False  # the same, over tasks
-    redirected: frozenset[str] = frozenset()  # levels whose loss is known to read y where torch sees it
+    vmapped: frozenset[str] = frozenset()  # losses ("lower copies", "upper tasks") that are known to work under vmap
+    redirected: frozenset[str] = frozenset()  # those that are known to read parameters where torch sees it
     ranks_agree: bool = False  # all ranks are known to have begun with the same parameters
     writes_seen: bool = False  # losses have been checked for writes into parameters
     reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter

@@ -32,7 +32,6 @@ class Substitution(TorchFunctionMode):
         self._value_of = dict(pairs)  # a tensor is a key by its identity
         self._live = [t for t, _ in pairs]
         self._stacked = stacked
-        self._passed: dict[int, Tensor] = {}  # values passed through ``view_as``, as `LaneLoss` does
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -49,16 +48,9 @@ class Substitution(TorchFunctionMode):
         for a in args:
             new.append(value_of.get(a, a) if isinstance(a, Tensor) else self._new(a) if type(a) in _SEQUENCES else a)
         kwargs = {k: self._new(a) for k, a in kwargs.items()} if kwargs else {}
-        if self._stacked and func is F.linear and len(new) > 1 and self._is_value(new[1], args[1]):
+        if self._stacked and func is F.linear and len(new) > 1 and new[1] is not args[1]:
             return _linear(*new, **kwargs)
-        result = func(*new, **kwargs)
-        if func is Tensor.view_as and new[0] is not args[0] and not is_dynamo_compiling():
-            self._passed[id(result)] = result
-        return result
-
-    def _is_value(self, new: Any, given: Any) -> bool:
-        """Return True if a tensor replaces a live one."""
-        return new is not given or (not is_dynamo_compiling() and id(given) in self._passed)
+        return func(*new, **kwargs)
 
     def _new(self, a: Any) -> Any:
         """Return the replacement of an argument."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..oracle.copies import evaluate_copies
+from ..oracle.copies import Copies
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
@@ -69,11 +69,9 @@ class Paths:
             sample = next(samples)
 
             def gradient(y: Vector) -> tuple[Tensor, Vector]:
-                found = evaluate_copies(
-                    oracle, y, [0.0] * n, [1.0] * n, sample, sample, wrt="lower", upper_copies=copies
-                )
-                values.append(found.lower)
-                return found.lower.sum(), found.gradient
+                (own,), slopes = Copies(oracle, y, copies).lower_slopes(("lower", sample, [1.0] * n))
+                values.append(own)
+                return own.sum(), slopes
 
             return gradient
 

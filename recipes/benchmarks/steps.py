@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import bilevel_optim as bo
-from bilevel_optim.oracle.copies import evaluate_copies
+from bilevel_optim.oracle.copies import Copies
 from bilevel_optim.problem.vector import stack
 
 from ..common import environment, show
@@ -91,12 +91,10 @@ def oracles(name: str) -> Callable[[int], None]:
         copies, weights = state["copies"], [-NU, NU]
         for _ in range(T):
             xi, zeta = oracle.f.draw(), oracle.g.draw()
-            copies = (
-                copies - evaluate_copies(oracle, copies, weights, [1.0, 1.0], xi, zeta, wrt="lower").gradient * RATE
-            )
+            _, slopes = Copies(oracle, copies).lower_slopes(("lower", zeta, [1.0, 1.0]), ("upper", xi, weights))
+            copies = copies - slopes * RATE
         xi, zeta = oracle.f.draw(), oracle.g.draw()
-        half = [-0.5 / NU, 0.5 / NU]
-        h = evaluate_copies(oracle, copies, [0.5, 0.5], half, xi, zeta, wrt="upper").gradient
+        _, h = Copies(oracle, copies).upper_slope(("lower", zeta, [-0.5 / NU, 0.5 / NU]), ("upper", xi, [0.5, 0.5]))
         _ = h * (1 / h.norm())
         state["copies"] = copies
 

@@ -254,7 +254,7 @@ def test_losses_that_vmap_cannot_run_are_looped_over(cls):
 )
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_a_loss_that_hides_its_parameters_is_an_error_not_a_wrong_number(vectorize):
-    with pytest.raises(RuntimeError, match="the lower loss reads lower parameters in a way that cannot be redirected"):
+    with pytest.raises(RuntimeError, match="the lower loss reads parameters in a way that cannot be redirected"):
         few_shot(lambda: nn.Linear(4, 6), vectorize=vectorize, head=lambda *n: torch.jit.script(nn.Linear(*n)))
 
 

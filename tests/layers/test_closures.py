@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
 from bilevel_optim import Vector
-from bilevel_optim.oracle.copies import evaluate_copies
+from bilevel_optim.oracle.copies import Copies
 from bilevel_optim.oracle.evaluation import in_place
 from bilevel_optim.oracle.session import EvaluationOptions, Session
 from bilevel_optim.problem.vector import stack
@@ -315,16 +315,22 @@ def check_stacked_copies(name, vectorize, wrt):
     before = Vector(y).detach().clone()
     torch.manual_seed(3)
     xi, zeta = oracle.f.draw(), oracle.g.draw()
-    result = evaluate_copies(oracle, stack(points), a, b, xi, zeta, wrt=wrt)
+
+    def slopes(points, a):
+        copies = Copies(oracle, stack(points))
+        terms = ("lower", zeta, b), ("upper", xi, a)
+        return copies.lower_slopes(*terms) if wrt == "lower" else copies.upper_slope(*terms)
+
+    _, gradient = slopes(points, a)
     fell_back = oracle.session.found.fallback is not None
     assert fell_back == (vectorize is not False and not case.vmap)
     close(y, before, 0.0)
     if case.random and name != "dropout" and vectorize is not False:
         # vmap draws attention's masks in another order than the loop; what counts is that the copies share them.
-        again = evaluate_copies(oracle, stack(points), a, b, xi, zeta, wrt=wrt)
-        close(result.gradient, again.gradient, 1e-12)
-        same = evaluate_copies(oracle, stack([points[0]] * 3), [1.0] * 3, b, xi, zeta, wrt=wrt)
-        close(same.upper[:1], same.upper[2:], 1e-14)
+        _, again = slopes(points, a)
+        close(gradient, again, 1e-12)
+        (_, f), _ = slopes([points[0]] * 3, [1.0] * 3)
+        close(f[:1], f[2:], 1e-14)
         return
     variables = y if wrt == "lower" else [x]
     expected = []
@@ -337,9 +343,9 @@ def check_stacked_copies(name, vectorize, wrt):
         set_buffers(buffers)
         expected.append(f * a_j + g * b_j)
     if wrt == "lower":
-        close(result.gradient, stack(expected), 1e-12)
+        close(gradient, stack(expected), 1e-12)
     else:
-        close(result.gradient, expected[0] + expected[1] + expected[2], 1e-12)
+        close(gradient, expected[0] + expected[1] + expected[2], 1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:the lower loss has kinks")  # attention has a ReLU layer
