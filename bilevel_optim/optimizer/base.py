@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Self, TypeVar, cast, overload
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.optim import SGD, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
-from ..distributed.ranks import Ranks, text_of
+from ..distributed.ranks import Ranks
 from ..errors import NonFiniteError, warn
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
@@ -44,12 +44,13 @@ from ..problem.parameters import (
 )
 from ..problem.random import draw_random_inputs
 from ..problem.tasks import LowerInit, fresh_start, task_count
-from ..problem.vector import Vector, any_sharded
+from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import GROWS, LED_AWAY, NO_END, LowerRule, LowerRules
 from . import adapt, checkpoint
 from .auto_rate import AUTO, MARGIN, SMALLER, led_away, rule_at, stiffened, unmeasured_rate, with_measured_rates
 from .checkpoint import OWN, REMADE
+from .compared import texts_of_arguments, texts_of_options
 from .declaration import UNDECLARED, MethodInfo, methods, register
 from .diagnostics import described, floats
 from .draws import Draw, DrawInputs, TaskDraw, of_tasks
@@ -79,7 +80,7 @@ from .options import (
     option,
 )
 from .placeholders import initial_state, initialises
-from .progress import DIVERGES, STILL, StepLength, watch_losses, watch_moves
+from .progress import DIVERGES, STILL, StepLength, step_length, watch_losses, watch_moves
 from .signatures import argument_error, explain_bad_call, signature_of
 from .state import RunState, recalled, remembered, solver_memory
 from .step import CURVATURE, FACTOR, Groups, Start, StepInputs, StepResults, Update, replace
@@ -88,12 +89,6 @@ from .transaction import Transaction, Write, undo_of, writes_of, writes_of_updat
 
 Result = TypeVar("Result")
 KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
-PLAIN = (bool, int, float, str, tuple, type(None))
-# Arguments that may differ between ranks, or that are compared in another form (groups, and the optimizers made).
-NOT_COMPARED = (
-    "upper", "lower", "lr", "lower_lr", "upper_optimizer", "lower_optimizer", "process_group", "state_device",
-    "vectorize",
-)  # fmt: skip
 
 OF_SGD = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")  # options of torch.optim.SGD besides lr
 
@@ -240,7 +235,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             if options.get("process_group") is not None:
                 bound.apply_defaults()
                 made = super().__new__(cls)
-                made._arguments = {name: text_of(v) for name, v in bound.arguments.items() if name not in NOT_COMPARED}
+                made._arguments = texts_of_arguments(bound.arguments)
                 return made
         return super().__new__(cls)
 
@@ -678,45 +673,33 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         self._run_state.written = {}
         self._watch_losses(loss, moves=update)
         if look:
-            self._watch_moves(float(loss), *before)
+            self._watch_moves(float(loss), before)
         return loss
 
-    def _watch_moves(self, loss: float, x: Vector, y: Vector) -> None:
-        """Warn if x, or y under LBFGS, hardly moved, or if x overshot; ``x`` and ``y`` are their values before."""
+    def _watch_moves(self, loss: float, before: Sequence[Vector]) -> None:
+        """Warn if x, or y under LBFGS, hardly moved, or if x overshot; ``before`` has the values before the step."""
         if (slope := self._slope()) is None:
             return
-        lbfgs = issubclass(self._rules.described(by_level(self.param_groups)["lower"])[0], torch.optim.LBFGS)
-        still = lbfgs and all(torch.equal(a, b) for a, b in zip(y, self.parameters("lower"), strict=True))
+        lower_optimizer, _ = self._rules.described(by_level(self.param_groups)["lower"])
         watch_moves(
             self._run_state,
             type(self).__name__ if self.declared.family == "control" else "",
             loss,
-            x,
-            float((Vector(self.parameters("upper")).detach() - x).norm()),
+            before,
+            [Vector(self.parameters(level)).detach() for level in LEVELS],
             slope,
-            self.diagnostics.get("lower_residual") if still else None,
+            self.diagnostics.get("lower_residual") if issubclass(lower_optimizer, LBFGS) else None,
         )
-
-    @property
-    def _given_length(self) -> bool:
-        """True if the length of a step of x is lr, independent of the gradient's."""
-        return False
-
-    def _slope(self) -> StepLength | None:
-        """Return the gradient and the rate of x in the last step; None for sharded parameters."""
-        tensors = self.parameters("upper")
-        if any_sharded(tensors):
-            return None
-        size = float(Vector(p.new_zeros(1) if p.grad is None else p.grad for p in tensors).norm())
-        lr = max(float(group["lr"]) for group in by_level(self.param_groups)["upper"])
-        if self._upper_factory is not None:
-            return StepLength(size, lr, lr * sum(t.numel() for t in tensors) ** 0.5, self._given_length)
-        return StepLength(size, lr, lr if self._given_length else lr * size, self._given_length)
 
     def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:
         """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
         if not self._one_loss and self.check_finite:
             watch_losses(self._run_state, losses, self._slope if moves else lambda: None)
+
+    def _slope(self) -> StepLength | None:
+        """Return the gradient and the rate of x in the last step; None for sharded parameters."""
+        groups = by_level(self.param_groups)["upper"]
+        return step_length(groups, by_optimizer=self._upper_factory is not None, fixed_length=self._given_length)
 
     def _made_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
         """Make a step, compiled or eager, with or without the update of x."""
@@ -748,22 +731,18 @@ class BilevelOptimizer(Options, Optimizer, ABC):
 
     def _decisive(self, groups: Groups) -> dict[str, str]:
         """Return the options that determine a step, besides losses, data and values, as texts by name."""
-        found: dict[str, Any] = {"method": type(self), "steps made": self._run_state.steps}
-        for name, value in vars(self).items():
-            if name in self._arguments or (isinstance(value, PLAIN) and not name.startswith("_")):
-                found[name] = value
-        for i, group in enumerate(self.param_groups):
-            entries = {name: v for name, v in group.items() if name not in ("params", "param_names", "level", OWN)}
-            entries["shapes"] = [tuple(p.shape) for p in group["params"] if p.requires_grad]
-            found |= {f"group {i}": group["level"], **{f"{name} of group {i}": v for name, v in entries.items()}}
-        moved = self.declared.lower_optimizer != "none"
-        for level, rules in (("upper", self._upper_rules), ("lower", self._rules if moved else None)):
-            kind, options = (None, []) if rules is None else rules.described(groups[level])
-            found[f"{level}_optimizer"] = kind
-            for name in options[0] if options else ():
-                values = [own.get(name) for own in options]
-                found[f"{name} of {level}_optimizer"] = values if len(values) > 1 else values[0]
-        return {**self._arguments, **{name: text_of(value) for name, value in found.items()}}
+        lower_rules = None if self.declared.lower_optimizer == "none" else self._rules
+        return texts_of_options(
+            type(self),
+            self._run_state.steps,
+            vars(self),
+            self._arguments,
+            self.param_groups,
+            {
+                "upper": None if self._upper_rules is None else self._upper_rules.described(groups["upper"]),
+                "lower": None if lower_rules is None else lower_rules.described(groups["lower"]),
+            },
+        )
 
     def _step_inputs(
         self, oracle: Oracle, groups: Groups, random_inputs: Mapping[str, Any] | None = None
@@ -1250,6 +1229,11 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     def _why_eager(self, tasks: Any = None) -> str:
         """Return why steps (with these tasks) cannot be compiled; empty if they can."""
         return "lower_solver is a function of yours" if self._lower_solver is not None else self.declared.uncaptured
+
+    @property
+    def _given_length(self) -> bool:
+        """True if the length of a step of x is lr, independent of the gradient's."""
+        return False
 
     def _lower_step_count(self, steps: int) -> int:
         """Return the number of lower steps in the next outer step, after ``steps`` outer steps."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import warn
 from ..oracle.session import WINDOW
-from ..problem.vector import Vector
+from ..problem.vector import Vector, any_sharded
 from .state import RunState
 
-__all__ = ["DIVERGES", "STILL", "StepLength", "watch_losses", "watch_moves"]
+__all__ = ["DIVERGES", "STILL", "StepLength", "step_length", "watch_losses", "watch_moves"]
 
 STILL = 20  # number of the step that checks whether x and y move
 LITTLE, MUCH = 1e-9, 1e-3  # relative changes of the upper loss: by a step, and by one as long as max(|x|, 1)
@@ -28,6 +28,24 @@ class StepLength(NamedTuple):
     lr: float
     length: float
     fixed_length: bool
+
+
+def step_length(groups: Sequence[Mapping[str, Any]], *, by_optimizer: bool, fixed_length: bool) -> StepLength | None:
+    """Return the gradient and the rate of x in the last step; None for sharded parameters.
+
+    Args:
+        groups: the upper groups.
+        by_optimizer: True if an optimizer moves x, so that each entry may move by the rate.
+        fixed_length: True if the length of a step of x is the rate, independent of the gradient's.
+    """
+    tensors = [p for group in groups for p in group["params"]]
+    if any_sharded(tensors):
+        return None
+    size = float(Vector(p.new_zeros(1) if p.grad is None else p.grad for p in tensors).norm())
+    lr = max(float(group["lr"]) for group in groups)
+    if by_optimizer:
+        return StepLength(size, lr, lr * sum(t.numel() for t in tensors) ** 0.5, fixed_length)
+    return StepLength(size, lr, lr if fixed_length else lr * size, fixed_length)
 
 
 def watch_losses(state: RunState, losses: Tensor, slope: Callable[[], StepLength | None]) -> None:
@@ -52,7 +70,13 @@ def watch_losses(state: RunState, losses: Tensor, slope: Callable[[], StepLength
 
 
 def watch_moves(
-    state: RunState, control: str, loss: float, x: Vector, moved: float, slope: StepLength, still: Tensor | None
+    state: RunState,
+    control: str,
+    loss: float,
+    before: Sequence[Vector],
+    after: Sequence[Vector],
+    slope: StepLength,
+    lbfgs_residual: Tensor | None,
 ) -> None:
     """Warn if x hardly moved, or overshot, or if y under LBFGS did not move, in the step with number `STILL`.
 
@@ -60,11 +84,12 @@ def watch_moves(
         state: state of the run, with the first upper loss.
         control: name of the method if it is a control, else empty.
         loss: upper loss of the step.
-        x: values of x before the step.
-        moved: distance that x moved.
+        before: values of x and of y before the step.
+        after: those after it.
         slope: gradient and rate of x in the step.
-        still: lower residual, if LBFGS did not change y; else None.
+        lbfgs_residual: lower residual, if LBFGS moves y and it is known; else None.
     """
+    x, moved = before[0], float((after[0] - before[0]).norm())
     change, possible = (moved or slope.length) * slope.norm, max(float(x.norm()), 1.0) * slope.norm
     if 0 < change < LITTLE * abs(loss) and possible > MUCH * abs(loss):
         warn(
@@ -91,8 +116,9 @@ def watch_moves(
             f"although the upper loss was only {loss:.2g}, and {first:.2g} in the first step. lr={slope.lr:g} is too "
             f"large. {DIVERGES}"
         )
-    residual = 0.0 if still is None else float(torch.as_tensor(still).norm())
-    if residual > 0 and moved > LITTLE * float(x.norm()):
+    residual = 0.0 if lbfgs_residual is None else float(torch.as_tensor(lbfgs_residual).norm())
+    still = residual > 0 and all(map(torch.equal, before[1], after[1]))
+    if still and moved > LITTLE * float(x.norm()):
         warn(
             f"LBFGS did not move y in step {STILL}: it takes y for a solution, but x has moved, and the gradient "
             f"of the lower loss has norm {residual:.2g}. Give it smaller tolerances (lower_optimizer="
