@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random as python_random
 import time
 import types
@@ -10,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -24,7 +26,9 @@ from ..errors import warn
 from ..hypergradient.estimate import Write as RowWrite
 from ..optimizer.base import BilevelOptimizer, Loss, as_objective
 from ..optimizer.checkpoint import OWN
+from ..optimizer.hooks import has_hooks
 from ..optimizer.lower_checks import probe
+from ..optimizer.options import FROM_ONE, FROM_ZERO, TRUE_OR_FALSE
 from ..optimizer.progress import STILL
 from ..optimizer.state import TABLE
 from ..optimizer.step import StepInputs, StepResults, replace
@@ -32,7 +36,7 @@ from ..optimizer.transaction import Write, make, writes_of
 from ..oracle.buffers import unnoted
 from ..oracle.oracle import Oracle
 from ..problem.objective import Objective
-from ..problem.parameters import LEVELS, by_level, require_rates
+from ..problem.parameters import LEVELS, by_level, is_count, is_number, require, require_rates
 from ..problem.random import draw_random_inputs, preserve_rng
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
@@ -79,19 +83,31 @@ DIFFERS = (
     "that it draws itself), or is too sensitive to rounding; draw data by the Objective, or accept a larger difference "
     "by compile(rtol=, atol=)"
 )
+NOT_DYNAMIC = "Invalid {name} value: {value} (it must be None or False, because shapes are those of the data)"
+BACKEND = "Invalid {name} value: {value} (it must be the name of a backend of torch.compile, or a function)"
 _NUMBERS = itertools.count()
 
 
-class Settings(NamedTuple):
-    """Arguments of `BilevelOptimizer.compile`."""
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of `BilevelOptimizer.compile`, checked."""
 
     fullgraph: bool = False
+    dynamic: InitVar[bool | None] = None
     backend: str | Callable[..., Any] = "inductor"
     mode: str | None = None
     options: dict[str, Any] | None = None
     unroll: int = 1
     rtol: float | None = None
     atol: float | None = None
+
+    def __post_init__(self, dynamic: bool | None) -> None:
+        require("fullgraph", self.fullgraph, isinstance(self.fullgraph, bool), TRUE_OR_FALSE)
+        require("dynamic", dynamic, dynamic is None or dynamic is False, NOT_DYNAMIC)
+        require("backend", self.backend, isinstance(self.backend, str) or callable(self.backend), BACKEND)
+        require("unroll", self.unroll, is_count(self.unroll) and self.unroll > 0, FROM_ONE)
+        for name, value in (("rtol", self.rtol), ("atol", self.atol)):
+            require(name, value, value is None or (is_number(value) and 0 <= value < math.inf), FROM_ZERO)
 
 
 class _Unread(Exception):
@@ -317,6 +333,11 @@ class CompiledSteps:
             "but torch's SGD, Adam and AdamW can, without hooks"
         )
 
+    @property
+    def _moves_on_host(self) -> bool:
+        """True if the host moves x, so that a graph holds only the estimate."""
+        return self.optimizer.declared.host_update or bool(self.optimizer._untraced_update)
+
     # ------------------------------------------------------------------------------------------------ one step
 
     def step(self, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
@@ -395,7 +416,7 @@ class CompiledSteps:
         optimizer = self.optimizer
         if self._why_always(sources.tasks):
             return None
-        state, moves = optimizer._run_state, update and not optimizer._host_update
+        state, moves = optimizer._run_state, update and not self._moves_on_host
         own = optimizer._graph_key(state.steps, optimizer.numbers | sources.terms)
         if own is None:
             return None
@@ -524,7 +545,7 @@ class CompiledSteps:
         The compiled results count, as in steps that are not compared. So a run that was saved goes on bit for bit
         wherever it is compared.
         """
-        optimizer, host, sources = self.optimizer, self.optimizer._host_update, self._again(inputs)
+        optimizer, host, sources = self.optimizer, self._moves_on_host, self._again(inputs)
         transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
         code, reason = _code(inputs.sources), ""
         with transaction:
@@ -731,7 +752,7 @@ class CompiledSteps:
         writes += _buffer_writes(pure, results["buffers"])
         numbers = {**results["plain"], **results["numbers"]}
         writes += optimizer._result_writes(results["diagnostics"], numbers, state.found, after)
-        if update and optimizer._host_update:
+        if update and self._moves_on_host:
             writes += optimizer._update_writes_after(estimate, pure.live_x, pure.live_y)
         make(writes)
 
@@ -745,7 +766,7 @@ class CompiledSteps:
         optimizer, losses = self.optimizer, list[Tensor]()
         while (done := sum(map(len, losses))) < steps:
             found = None
-            if not (optimizer._finished() or optimizer._has_step_hooks or optimizer._sets_below(tasks)):
+            if not (optimizer._finished() or has_hooks(optimizer) or optimizer._sets_below(tasks)):
                 found = self._run_chain(_sources(upper, lower, tasks), min(steps - done, self._most))
             if found is not None:
                 optimizer._watch_losses(found, moves=True)
@@ -760,7 +781,7 @@ class CompiledSteps:
         now, numbers = optimizer._run_state.steps, optimizer.numbers | sources.terms
         most = min(most, entry.unwatched, STILL - 1 - now if now < STILL else most)
         most = next((k for k in range(1, most) if optimizer._graph_key(now + k, numbers) != entry.key[2]), most)
-        if most < 2 or optimizer._host_update or not sources.are_lists:
+        if most < 2 or self._moves_on_host or not sources.are_lists:
             return None
         began, place = time.monotonic() + entry.seconds, self._place(sources)
         try:

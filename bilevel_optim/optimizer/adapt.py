@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Never
+from collections.abc import Callable, Sequence
+from typing import Any, Never, cast
 
 from torch import Tensor
 
 from ..oracle.lanes import stacked
 from ..oracle.oracle import Oracle
 from ..problem.objective import Loss, Objective, as_objective
+from ..problem.parameters import is_count, require
 from ..problem.vector import Vector
 from ..pytree import tree_leaves
 from ..solvers.lower import LowerRule
+from .auto_rate import rule_at
+from .step import FACTOR
 
-__all__ = ["lower_solution", "no_upper_loss", "objective_of", "require_start", "stack_tasks"]
+__all__ = ["lower_solution", "no_upper_loss", "number_of_steps", "objective_of", "require_tasks_alone"]
+
+
+def number_of_steps(steps: int | None, usual: int | None, method: str) -> int:
+    """Return the number of lower steps; ``usual`` is the method's own, if it has one."""
+    if steps is None and usual is None:
+        raise ValueError(
+            f"{method} has no lower_steps, so adapt needs the number of its steps as an argument: "
+            "adapt(loss, batch, steps=10)"
+        )
+    found = usual if steps is None else steps
+    require("steps", found, is_count(found), "Invalid {name} value: {value} (it must be an integer of at least 0)")
+    return cast(int, found)
+
+
+def require_tasks_alone(batch: Any, *, write: bool, one_at_a_time: bool, method: str) -> None:
+    """Raise if many tasks are passed together with other arguments, or to a method that takes one at a time."""
+    if batch is not None or write:
+        raise ValueError(
+            "adapt takes tasks= without batch= and without write=True, because it finds one solution for each "
+            "task, and the live y holds only one; leave these out, and use the tensors that adapt returns"
+        )
+    if one_at_a_time:
+        raise ValueError(
+            f"{method} adapts to one task at a time, so it does not take tasks=; call adapt(loss, batch) for each task"
+        )
 
 
 def objective_of(lower: Loss, batch: Any) -> Objective:
@@ -30,7 +58,53 @@ def objective_of(lower: Loss, batch: Any) -> Objective:
     return Objective(task.loss, [batch], features=task.features)
 
 
-def stack_tasks(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, Vector]:
+def lower_solution(
+    oracle: Oracle,
+    start: Vector,
+    tasks: Any,
+    steps: int,
+    groups: Sequence[dict[str, Any]],
+    rule_for: Callable[[Vector], LowerRule],
+    *,
+    curvature: Vector | None,
+    exact: bool,
+    check_finite: bool,
+    at: int,
+) -> Vector:
+    """Return y after lower steps from a start, with a fresh state.
+
+    Args:
+        oracle: oracle of the task's lower loss.
+        start: initial y.
+        tasks: data of many tasks, solved together; None: one task.
+        steps: number of steps.
+        groups: parameter groups of y.
+        rule_for: returns the lower optimizer's update for given tensors.
+        curvature: curvature vector of the last step, for rates that follow it; None if there is none.
+        exact: measure it by second derivatives; if False, by differences of gradients.
+        check_finite: raise `NonFiniteError` if the result is not finite.
+        at: number of the outer step that errors name.
+    """
+    if tasks is not None:
+        oracle, start = _stack_tasks(oracle, start, tasks)
+    _require_start(start, oracle)
+    if any([group.get(FACTOR, False) for group in groups]):
+        oracle, rule_for = rule_at(oracle.at(lower=start), groups, rule_for, curvature, exact=exact)
+    start = start.detach().clone()
+    rule = rule_for(start)
+
+    def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
+        sample = oracle.g.draw(once=rule.evaluates_once)
+        return lambda y: oracle.at(lower=y).lower(sample)
+
+    found = rule.run(start, rule.fresh(), steps, draw).y
+    if check_finite:
+        oracle.checks.finite("lower_grad", found)
+        oracle.checks.verify(at, set())
+    return found
+
+
+def _stack_tasks(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, Vector]:
     """Return one oracle for the lower problems of several tasks, and the stacked start.
 
     Args:
@@ -58,31 +132,13 @@ def stack_tasks(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, Ve
     return stacked(oracle, starts, lambda _: batches), starts
 
 
-def require_start(start: Vector, oracle: Oracle) -> None:
+def _require_start(start: Vector, oracle: Oracle) -> None:
     """Raise if the initial values do not have the shapes of the lower parameters."""
     if [t.shape for t in start] != [t.shape for t in oracle.y]:
         raise ValueError(
             f"Invalid start: the lower parameters have shapes {[tuple(t.shape) for t in oracle.y]}, but start has "
             f"{[tuple(t.shape) for t in start]}; pass one tensor of the same shape for each lower parameter"
         )
-
-
-def lower_solution(
-    oracle: Oracle, start: Vector, steps: int, rule_for: Callable[[Vector], LowerRule], *, check_finite: bool, at: int
-) -> Vector:
-    """Return y after lower steps from a start, with a fresh state; ``at`` is the outer step that errors name."""
-    start = start.detach().clone()
-    rule = rule_for(start)
-
-    def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
-        sample = oracle.g.draw(once=rule.evaluates_once)
-        return lambda y: oracle.at(lower=y).lower(sample)
-
-    found = rule.run(start, rule.fresh(), steps, draw).y
-    if check_finite:
-        oracle.checks.finite("lower_grad", found)
-        oracle.checks.verify(at, set())
-    return found
 
 
 def no_upper_loss() -> Never:

@@ -46,15 +46,15 @@ from ..problem.random import draw_random_inputs
 from ..problem.tasks import LowerInit, fresh_start, task_count
 from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
-from ..solvers.lower import GROWS, LED_AWAY, NO_END, LowerRule, LowerRules
+from ..solvers.lower import GROWS, LED_AWAY, NO_END, LowerRules
 from . import adapt, checkpoint
-from .auto_rate import AUTO, MARGIN, SMALLER, led_away, rule_at, stiffened, unmeasured_rate, with_measured_rates
+from .auto_rate import AUTO, MARGIN, SMALLER, led_away, stiffened, unmeasured_rate, with_measured_rates
 from .checkpoint import OWN, REMADE
 from .compared import texts_of_arguments, texts_of_options
 from .declaration import UNDECLARED, MethodInfo, methods, register
 from .diagnostics import described, floats
 from .draws import Draw, DrawInputs, TaskDraw, of_tasks
-from .hooks import has_hooks, no_dynamo, with_hooks
+from .hooks import no_dynamo, with_hooks
 from .lower_checks import (
     LowerChecks,
     place_of_counts,
@@ -67,7 +67,6 @@ from .lower_start import remembered_tasks, require_task_memory, write_lower
 from .options import (
     FROM_ONE,
     FROM_ZERO,
-    TRUE_OR_FALSE,
     InitVar,
     Options,
     choice,
@@ -91,9 +90,6 @@ Result = TypeVar("Result")
 KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
 
 OF_SGD = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")  # options of torch.optim.SGD besides lr
-
-NOT_DYNAMIC = "Invalid {name} value: {value} (it must be None or False, because shapes are those of the data)"
-BACKEND = "Invalid {name} value: {value} (it must be the name of a backend of torch.compile, or a function)"
 
 NO_GRADIENT = """step() without losses moves x by its .grad, but no upper parameter has one. A step is one of
 
@@ -506,46 +502,27 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             >>> optimizer.adapt(lambda target: (y - target).square().sum() / 2, torch.tensor([6.0])), y.item()
             ((tensor([5.]),), 0.0)
         """
-        if steps is None and not self.declared.lower_steps:
-            raise ValueError(
-                f"{type(self).__name__} has no lower_steps, so adapt needs the number of its steps as an argument: "
-                "adapt(loss, batch, steps=10)"
-            )
-        steps = self.lower_steps if steps is None else steps
-        require("steps", steps, is_count(steps), "Invalid {name} value: {value} (it must be an integer of at least 0)")
+        method = type(self).__name__
+        steps = adapt.number_of_steps(steps, self.lower_steps if self.declared.lower_steps else None, method)
         if tasks is not None:
-            if batch is not None or write:
-                raise ValueError(
-                    "adapt takes tasks= without batch= and without write=True, because it finds one solution for each "
-                    "task, and the live y holds only one; leave these out, and use the tensors that adapt returns"
-                )
-            if self._one_loss or self.declared.tasks == "rows":
-                raise ValueError(
-                    f"{type(self).__name__} adapts to one task at a time, so it does not take tasks=; "
-                    "call adapt(loss, batch) for each task"
-                )
+            one_at_a_time = self._one_loss or self.declared.tasks == "rows"
+            adapt.require_tasks_alone(batch, write=write, one_at_a_time=one_at_a_time, method=method)
             self._lower_checks.require_elementwise("tasks")
         task = adapt.objective_of(lower, batch)
         oracle = self._oracle(task) if self._one_loss else self._oracle(adapt.no_upper_loss, task)
         oracle.shared = False
         groups = level_groups(self.param_groups, "lower")
-        rule_for: Callable[[Vector], LowerRule] = partial(self._rules, groups)
         buffers = self._run_state.buffers
         with Transaction(self.generator, oracle, buffers, alone=True), nullcontext() if write else buffers.kept():
-            begin = Vector(self._learned_start(oracle) if start is None else start)
-            if tasks is not None:
-                oracle, begin = adapt.stack_tasks(oracle, begin, tasks)
-            adapt.require_start(begin, oracle)
-            if any([group.get(FACTOR, False) for group in groups]):
-                last = remembered(self.state, self.parameters("lower"))["memory"]
-                oracle, rule_for = rule_at(
-                    oracle.at(lower=begin), groups, rule_for, last.get(CURVATURE), exact=self._exact_products
-                )
             found = adapt.lower_solution(
                 oracle,
-                begin,
+                Vector(self._learned_start(oracle) if start is None else start),
+                tasks,
                 steps,
-                rule_for,
+                groups,
+                partial(self._rules, groups),
+                curvature=remembered(self.state, self.parameters("lower"))["memory"].get(CURVATURE),
+                exact=self._exact_products,
                 check_finite=self.check_finite,
                 at=self._run_state.steps,
             )
@@ -612,22 +589,11 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             >>> round(x.item(), 4), optimizer.diagnostics.get("compile_fallback")
             (1.0, None)
         """
-        require("fullgraph", fullgraph, isinstance(fullgraph, bool), TRUE_OR_FALSE)
-        require("dynamic", dynamic, dynamic is None or dynamic is False, NOT_DYNAMIC)
-        require("backend", backend, isinstance(backend, str) or callable(backend), BACKEND)
-        require("unroll", unroll, is_count(unroll) and unroll > 0, FROM_ONE)
-        for name, value in (("rtol", rtol), ("atol", atol)):
-            require(name, value, value is None or (is_number(value) and 0 <= value < math.inf), FROM_ZERO)
         from ..compiled.steps import CompiledSteps, Settings
 
-        captured = CompiledSteps(self, Settings(fullgraph, backend, mode, options, unroll, rtol, atol))
+        captured = CompiledSteps(self, Settings(fullgraph, dynamic, backend, mode, options, unroll, rtol, atol))
         captured.say_why_eager()
         self._captured, self._untraced_update = captured, captured.why_update_is_eager()
-
-    @property
-    def _has_step_hooks(self) -> bool:
-        """True if step hooks are registered."""
-        return has_hooks(self)
 
     @property
     def captured_graphs(self) -> int:
@@ -1102,11 +1068,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     def _exact_products(self) -> bool:
         """True if the method makes Hessian-vector products by second derivatives."""
         return self.declared.second_order and self._oracle_options.hvp == "exact"
-
-    @property
-    def _host_update(self) -> bool:
-        """True if the host moves x, so that a graph holds only the estimate."""
-        return self.declared.host_update or bool(self._untraced_update)
 
     def _initialise(self) -> None:
         """Fill the state with zeros shaped like a first step's state, before the first step."""
