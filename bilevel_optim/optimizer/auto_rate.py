@@ -31,12 +31,15 @@ from ..problem.objective import Ahead, Sample
 from ..problem.values import replace
 from ..problem.vector import Vector, is_sharded
 from ..solvers.agd import AGD
-from ..solvers.lower import LowerRule, is_known
+from ..solvers.lower import NO_END, LowerRule, is_known
 from .draws import Draw
-from .lower_checks import own_rate, probe
+from .lower_checks import Factory, own_rate, probe, rate_of
 from .step import CURVATURE, FACTOR, StepInputs
 
-__all__ = ["AUTO", "MARGIN", "SMALLER", "led_away", "rule_at", "stiffened", "unmeasured_rate", "with_measured_rates"]
+__all__ = [
+    "AUTO", "MARGIN", "SMALLER", "is_quiet", "led_away", "lower_rate", "rule_at", "stiffened",
+    "with_measured_rates",
+]  # fmt: skip
 
 AUTO = "auto"  # in place of a learning rate
 Rule = Callable[[Vector], LowerRule]
@@ -54,7 +57,42 @@ FLAT = (
 )
 
 
-def require_own_scale(made: torch.optim.Optimizer, method: str) -> None:
+def lower_rate(
+    lower_lr: Any, lower_factory: Factory, given_factory: Factory | None, method: str, fixed: str
+) -> tuple[Any, bool]:
+    """Return the rate of the lower groups, and whether it is a factor of the measured rate.
+
+    Args:
+        lower_lr: the argument.
+        lower_factory: makes the lower optimizer.
+        given_factory: the argument ``lower_optimizer``.
+        method: name of the method.
+        fixed: reason why the method cannot use a measured rate, if it cannot.
+    """
+    if isinstance(lower_lr, str):
+        lower_lr = _unmeasured_rate(lower_lr, lower_factory, method, fixed)
+        if lower_lr is None:
+            return 1.0, True
+    return rate_of("lower", lower_lr, given_factory, method), False
+
+
+def _unmeasured_rate(lower_lr: str, lower_factory: Factory, method: str, fixed: str) -> Any:
+    """Return the lower rate for ``lower_lr="auto"``: the optimizer's own, or None if it is to be measured.
+
+    ``fixed`` is the reason why the method cannot use a measured rate, if it cannot.
+    """
+    if lower_lr != AUTO:
+        raise ValueError(f"Invalid lower_lr value: {lower_lr!r} (a number, or 'auto')")
+    if fixed:
+        raise ValueError(f"Invalid lower_lr value: auto ({method} takes a number: {fixed})")
+    own, sets = (None, False) if lower_factory is SGD else own_rate(lower_factory)
+    if sets:
+        return own
+    _require_own_scale(probe(lower_factory, 1.0), method)
+    return None
+
+
+def _require_own_scale(made: torch.optim.Optimizer, method: str) -> None:
     """Raise unless the rate of a lower optimizer scales as one over a curvature."""
     if not is_known(made) or type(made) not in (SGD, AGD):
         raise ValueError(
@@ -91,6 +129,17 @@ def led_away(estimate: Estimate) -> bool:
         return False
     step = figures["lower_residual"].norm() * figures["lower_lr"]
     return bool(step > NEGLIGIBLE * estimate.lower.norm())
+
+
+def is_quiet(keys: set[str], inputs: StepInputs, estimate: Estimate, key: str) -> bool:
+    """Return True for an alert without a warning: one of these, or lower solves that move y by rounding errors only."""
+    if key != NO_END:
+        return key in keys
+    residual = estimate.diagnostics.get("lower_residual")
+    y = inputs.lower if estimate.lower is None else estimate.lower
+    rate = estimate.diagnostics.get("lower_lr", max(inputs.lower_rates, default=0.0))
+    rounding = 10 * torch.finfo(y[0].dtype).eps
+    return residual is not None and bool(residual.norm() * rate <= rounding * y.norm())
 
 
 def stiffened(inputs: StepInputs, estimate: Estimate) -> StepInputs:
@@ -225,19 +274,3 @@ def _spread(like: Tensor) -> Tensor:
     """Return a deterministic vector without symmetry."""
     found = torch.arange(1, like.numel() + 1, device=like.device).mul(1.7).sin().reshape(like.shape).to(like.dtype)
     return sharded_like(found, like) if is_sharded(like) else found
-
-
-def unmeasured_rate(lower_lr: str, lower_factory: Callable[..., Any], method: str, fixed: str) -> Any:
-    """Return the lower rate for ``lower_lr="auto"``: the optimizer's own, or None if it is to be measured.
-
-    ``fixed`` is the reason why the method cannot use a measured rate, if it cannot.
-    """
-    if lower_lr != AUTO:
-        raise ValueError(f"Invalid lower_lr value: {lower_lr!r} (a number, or 'auto')")
-    if fixed:
-        raise ValueError(f"Invalid lower_lr value: auto ({method} takes a number: {fixed})")
-    own, sets = (None, False) if lower_factory is SGD else own_rate(lower_factory)
-    if sets:
-        return own
-    require_own_scale(probe(lower_factory, 1.0), method)
-    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import LBFGS, SGD, Optimizer
 
 from ..distributed.ranks import Ranks
-from ..errors import NonFiniteError, warn
+from ..errors import NonFiniteError
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
@@ -30,9 +29,10 @@ from ..problem.parameters import (
     as_groups,
     by_level,
     consistently_named,
+    has_options_of_sgd,
     is_count,
-    is_number,
     level_groups,
+    level_of,
     names_of,
     require,
     require_apart,
@@ -46,9 +46,9 @@ from ..problem.random import draw_random_inputs
 from ..problem.tasks import LowerInit, fresh_start, task_count
 from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
-from ..solvers.lower import GROWS, LED_AWAY, NO_END, LowerRules
+from ..solvers.lower import GROWS, LED_AWAY, LowerRules
 from . import adapt, checkpoint
-from .auto_rate import AUTO, MARGIN, SMALLER, led_away, stiffened, unmeasured_rate, with_measured_rates
+from .auto_rate import AUTO, MARGIN, SMALLER, is_quiet, led_away, lower_rate, stiffened, with_measured_rates
 from .checkpoint import OWN, REMADE
 from .compared import texts_of_arguments, texts_of_options
 from .declaration import UNDECLARED, MethodInfo, methods, register
@@ -63,10 +63,9 @@ from .lower_checks import (
     require_unlimited,
     require_update_alone,
 )
-from .lower_start import remembered_tasks, require_task_memory, write_lower
+from .lower_start import alert_if_unsolved, remembered_tasks, require_task_memory, write_lower
 from .options import (
     FROM_ONE,
-    FROM_ZERO,
     InitVar,
     Options,
     choice,
@@ -85,36 +84,10 @@ from .state import RunState, recalled, remembered, solver_memory
 from .step import CURVATURE, FACTOR, Groups, Start, StepInputs, StepResults, Update, replace
 from .task_mean import task_mean
 from .transaction import Transaction, Write, undo_of, writes_of, writes_of_update
+from .upper_gradient import check_gradients
 
 Result = TypeVar("Result")
 KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
-
-OF_SGD = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")  # options of torch.optim.SGD besides lr
-
-NO_GRADIENT = """step() without losses moves x by its .grad, but no upper parameter has one. A step is one of
-
-    optimizer.step(upper_loss, lower_loss)                          # all of it
-    optimizer.backward(upper_loss, lower_loss); optimizer.step()    # in two parts, to clip .grad in between
-    optimizer.step(lambda: optimizer.backward(upper_loss, lower_loss))
-
-and the losses are functions: the optimizer calls and differentiates them, so loss.backward() is not called."""
-UNSET_GRADIENT = (
-    "step() without losses moves x by a .grad that no call of optimizer.backward(upper_loss, lower_loss) has set, so "
-    "this step ignores the lower problem and does not change y. If the .grad comes from loss.backward(), replace that "
-    "call and this one by optimizer.step(upper_loss, lower_loss)"
-)
-
-
-MOVED = (
-    "x has changed between backward() and step(): if another optimizer has made its step along .grad, leave out "
-    "optimizer.step(), which moves x along it once more"
-)
-
-UNSOLVED = (
-    "y after lower_solver is not a solution of the lower problem: a gradient step would still move y by more than one "
-    "per cent of its size (see diagnostics['lower_residual']), so the hypergradient is not reliable. Solve to a "
-    "smaller tolerance, and check that lower_solver reads the current x"
-)
 
 __all__ = ["REMADE", "BilevelOptimizer", "Loss", "as_objective"]
 
@@ -251,13 +224,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             )
         self._upper_factory, self._lower_factory = upper_optimizer, lower_optimizer or SGD
         lr = rate_of("upper", values["lr"], upper_optimizer, method)
-        lower_lr, auto = values["lower_lr"], False
-        if isinstance(lower_lr, str):
-            lower_lr = unmeasured_rate(lower_lr, self._lower_factory, method, self._fixed_rate)
-            auto = lower_lr is None
-        lower_lr = 1.0 if auto else rate_of("lower", lower_lr, asked, method)
-        require("learning rate", lr, is_number(lr) and 0 <= lr < math.inf, wording="Invalid learning rate: {value}")
-        require("lower_lr", lower_lr, is_number(lower_lr) and 0 <= lower_lr < math.inf, FROM_ZERO)
+        lower_lr, auto = lower_rate(values["lower_lr"], self._lower_factory, asked, method, self._fixed_rate)
         self._lower_solver: Callable[[], Any] | None = values.get("lower_solver")
         if self.task_memory:
             learns = type(self)._learned_start is not BilevelOptimizer._learned_start
@@ -776,28 +743,22 @@ class BilevelOptimizer(Options, Optimizer, ABC):
 
     def _estimated(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Return the estimate, with lower rates from the curvature if they follow it."""
-        if not inputs.follows_curvature:
-            estimate = self.estimate(oracle, inputs)
-            return estimate if self._lower_solver is None else self._watched(oracle, inputs, estimate)
-        terms = {f"{level}_terms": own.terms for level, own in (("upper", oracle.f), ("lower", oracle.g)) if own.terms}
-        draws = self._draws(replace(inputs, numbers=inputs.numbers | terms))
-        oracle, inputs, curvature, told = with_measured_rates(
-            oracle, inputs, draws, exact=self._exact_products, margin=self._curvature_margin
-        )
+        curvature: Vector | None = None
+        told: dict[str, Tensor] = {}
+        if inputs.follows_curvature:
+            losses = (("upper", oracle.f), ("lower", oracle.g))
+            terms = {f"{level}_terms": own.terms for level, own in losses if own.terms}
+            draws = self._draws(replace(inputs, numbers=inputs.numbers | terms))
+            oracle, inputs, curvature, told = with_measured_rates(
+                oracle, inputs, draws, exact=self._exact_products, margin=self._curvature_margin
+            )
         estimate = self.estimate(oracle, inputs)
         if self._lower_solver is not None:
-            estimate = self._watched(oracle, inputs, estimate)
+            alert_if_unsolved(oracle, inputs, estimate)
+        if curvature is None:
+            return estimate
         memory = {**estimate.memory, CURVATURE: curvature}
         return replace(estimate, memory=memory, diagnostics={**estimate.diagnostics, **told})
-
-    def _watched(self, oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> Estimate:
-        """Return the estimate; raise an alert if y after the user's solver is not a solution."""
-        residual = estimate.diagnostics.get("lower_residual")
-        if residual is not None:
-            rate = max(inputs.lower_rates, default=0.0)
-            length, y = residual.norm() * rate, oracle.y if estimate.lower is None else estimate.lower
-            oracle.checks.alert_if("unsolved", UNSOLVED, _is_far, length, y.norm())
-        return estimate
 
     def _checked(self, oracle: Oracle, inputs: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
         """Make an estimate and read its flags; make it again if the method or the lower rate reacts to them."""
@@ -811,7 +772,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             if not self.check_finite:
                 return estimate
             try:
-                quiet = partial(_is_quiet, {GROWS, LED_AWAY} if smaller else {LED_AWAY}, inputs, estimate)
+                quiet = partial(is_quiet, {GROWS, LED_AWAY} if smaller else {LED_AWAY}, inputs, estimate)
                 alerts = session.checks.verify(inputs.steps, session.warned, estimate.tensors_to_check, quiet)
                 stiffer = smaller > 0 and (GROWS in alerts or (LED_AWAY in alerts and led_away(estimate)))
             except NonFiniteError:
@@ -870,22 +831,16 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """Update the upper parameters that have a ``.grad``."""
         require_gradients()  # a state that is made in inference mode could not be changed outside
         if initialises(self):
-            return self._initialise()
+            if self._run_state.steps == 0:
+                self.state.update(initial_state(self, self._oracle_options.ranks))
+                self._placeholders = bool(self.state)
+            return
         self._heed_options_of_sgd()
         groups = by_level(self.param_groups)
         for group in groups["upper"]:
             group["params"] = [p for p in group["params"] if p.grad is not None]
         moved = [p for group in groups["upper"] for p in group["params"]]
-        if not moved:
-            raise RuntimeError(NO_GRADIENT)
-        if not self._run_state.steps and "unset gradient" not in self._run_state.warned:
-            self._run_state.warned.add("unset gradient")
-            warn(UNSET_GRADIENT)
-        written = self._run_state.written
-        changed_since = any(version_of(t) != written.get(id(t), version_of(t)) for t in moved)
-        if changed_since and "moved twice" not in self._run_state.warned:
-            self._run_state.warned.add("moved twice")
-            warn(MOVED)
+        check_gradients(moved, self._run_state)
         inputs = self._inputs(groups, moved, tensors_of(groups["lower"], "lower"))
         with Transaction(self.generator, device=moved[0].device) as transaction:
             update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
@@ -972,12 +927,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in ``torch.optim``, with a ``"level"``: ``"upper"`` or ``"lower"``."""
-        level = param_group.get("level") if isinstance(param_group, dict) else None
-        if isinstance(param_group, dict) and level not in LEVELS:
-            raise ValueError(
-                f"Invalid level value: {level} (a group of a BilevelOptimizer needs the entry 'level': 'upper' or "
-                "'level': 'lower')"
-            )
+        level = level_of(param_group)
         if level == "lower" and self._auto and "lr" not in param_group:
             param_group[FACTOR] = True
         param_group.setdefault("lr", self._default_lr.get(str(level)))
@@ -997,18 +947,13 @@ class BilevelOptimizer(Options, Optimizer, ABC):
 
     def _heed_options_of_sgd(self, *added: dict[str, Any]) -> None:
         """Move x by torch's SGD if an upper group has options of it; refuse them where the method makes the steps."""
-        for group in (*self.param_groups, *added):
-            name = next((name for name in OF_SGD if group.get(name)), None)
-            if name is None:
-                continue
-            level, own = group["level"], self.declared.upper_update
-            if own if level == "upper" else self.declared.lower_optimizer == "none":
-                raise ValueError(
-                    f"Invalid {name} value: {group[name]} ({type(self).__name__} has its own update of "
-                    f"{'x: ' + own if level == 'upper' else 'y'}; leave {name} out of the {level} groups)"
-                )
-            if level == "upper" and self._upper_factory is None:
-                self._upper_factory, self._upper_rules = SGD, LowerRules(SGD)
+        own_updates = {
+            "upper": self.declared.upper_update and f"x: {self.declared.upper_update}",
+            "lower": "y" if self.declared.lower_optimizer == "none" else "",
+        }
+        moves_by_sgd = has_options_of_sgd((*self.param_groups, *added), own_updates, type(self).__name__)
+        if moves_by_sgd and self._upper_factory is None:
+            self._upper_factory, self._upper_rules = SGD, LowerRules(SGD)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, as in ``torch.optim``.
@@ -1068,12 +1013,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     def _exact_products(self) -> bool:
         """True if the method makes Hessian-vector products by second derivatives."""
         return self.declared.second_order and self._oracle_options.hvp == "exact"
-
-    def _initialise(self) -> None:
-        """Fill the state with zeros shaped like a first step's state, before the first step."""
-        if self._run_state.steps == 0:
-            self.state.update(initial_state(self, self._oracle_options.ranks))
-            self._placeholders = bool(self.state)
 
     def parameters(self, level: str) -> list[Tensor]:
         """Return the parameters of one level that require a gradient."""
@@ -1227,21 +1166,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         group = next(group for group in self.param_groups if any([p is parameter for p in group["params"]]))
         factory = self._upper_factory if group["level"] == "upper" else self._lower_factory
         return None if factory is None else place_of_counts(factory, group, parameter)
-
-
-def _is_quiet(keys: set[str], inputs: StepInputs, estimate: Estimate, key: str) -> bool:
-    """Return True for these keys, and for growing lower solves if a lower step moves y by its rounding errors only."""
-    if key != NO_END:
-        return key in keys
-    residual = estimate.diagnostics.get("lower_residual")
-    y = inputs.lower if estimate.lower is None else estimate.lower
-    rate = estimate.diagnostics.get("lower_lr", max(inputs.lower_rates, default=0.0))
-    rounding = 10 * torch.finfo(y[0].dtype).eps
-    return residual is not None and bool(residual.norm() * rate <= rounding * y.norm())
-
-
-def _is_far(length: Any, size: Any) -> Any:
-    return length > 0.01 * size + 1e-6
 
 
 BilevelOptimizer.__signature__ = signature_of(BilevelOptimizer)  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,13 +12,16 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import warn
+from ..problem.parameters import is_number, require
 from ..solvers.agd import AGD
 from ..solvers.limits import Limits
 from ..solvers.lower import NOT_ELEMENTWISE, is_known, needs_closure
 from ..solvers.trust import acts_elementwise, can_be_differentiated, rests_without_gradient
 from ..solvers.unrolling import can_be_unrolled
+from .options import FROM_ZERO
 
 __all__ = [
+    "Factory",
     "LowerChecks",
     "own_rate",
     "place_of_counts",
@@ -131,7 +135,7 @@ def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
     """Return the learning rate of a level: the argument, or the rate of the level's optimizer.
 
     Raises:
-        ValueError: if the argument and a rate that the optimizer sets differ.
+        ValueError: if the argument and a rate that the optimizer sets differ, or the rate is out of range.
         TypeError: if there is neither.
     """
     name = "lr" if level == "upper" else "lower_lr"
@@ -140,11 +144,16 @@ def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
         if own is None:
             option = f", or an {level}_optimizer that has a rate" if level == "upper" else ""
             raise TypeError(f"{method}: missing a required argument: {name!r}{option}")
-        return own
-    if sets and own != rate:
+        rate = own
+    elif sets and own != rate:
         raise ValueError(
             f"Invalid {name} value: {rate} (the {level}_optimizer sets lr={own} itself; leave one of the two out)"
         )
+    valid = is_number(rate) and 0 <= rate < math.inf
+    if level == "upper":
+        require("learning rate", rate, valid, "Invalid learning rate: {value}")
+    else:
+        require(name, rate, valid, FROM_ZERO)
     return rate
 
 

@@ -8,15 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hypergradient import Estimate
+from ..oracle.oracle import Oracle
 from ..problem.random import default_state, set_default_state
 from ..problem.tasks import LowerInit, fresh_start, length_of
 from ..problem.vector import Vector, any_sharded
+from .step import StepInputs
 
-__all__ = ["remembered_tasks", "require_task_memory", "write_lower"]
+__all__ = ["alert_if_unsolved", "remembered_tasks", "require_task_memory", "write_lower"]
 
 ONE_PROCESS = (
     "lower_init= without tasks is not for several processes or sharded parameters, because each process would draw "
     "its own start; leave out lower_init, and write the same start into y on all processes before the step"
+)
+UNSOLVED = (
+    "y after lower_solver is not a solution of the lower problem: a gradient step would still move y by more than one "
+    "per cent of its size (see diagnostics['lower_residual']), so the hypergradient is not reliable. Solve to a "
+    "smaller tolerance, and check that lower_solver reads the current x"
 )
 
 
@@ -66,6 +74,19 @@ def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for t, value in zip(tensors, values, strict=True):
             t.copy_(value)
+
+
+def alert_if_unsolved(oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> None:
+    """Raise an alert if y after the user's solver is not a solution."""
+    residual = estimate.diagnostics.get("lower_residual")
+    if residual is not None:
+        rate = max(inputs.lower_rates, default=0.0)
+        length, y = residual.norm() * rate, oracle.y if estimate.lower is None else estimate.lower
+        oracle.checks.alert_if("unsolved", UNSOLVED, _is_far, length, y.norm())
+
+
+def _is_far(length: Any, size: Any) -> Any:
+    return length > 0.01 * size + 1e-6
 
 
 def require_task_memory(method: str, *, start: str, own_rule: bool, process_group: Any) -> None:

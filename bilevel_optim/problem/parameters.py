@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Never
+from typing import Any, Never, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +17,11 @@ __all__ = [
     "Params",
     "as_groups",
     "consistently_named",
+    "has_options_of_sgd",
     "is_count",
     "is_number",
     "level_groups",
+    "level_of",
     "names_of",
     "require",
     "require_apart",
@@ -35,6 +37,7 @@ __all__ = [
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 LEVELS = ("upper", "lower")
+OF_SGD = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")  # options of torch.optim.SGD besides lr
 
 
 def require(name: str, value: object, valid: bool, wording: str = "Invalid {name} value: {value}") -> None:
@@ -119,6 +122,41 @@ def consistently_named(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 p if isinstance(p, tuple) else (f"{group['level']}.{i}.{k}", p) for k, p in enumerate(group["params"])
             ]
     return groups
+
+
+def level_of(group: Any) -> str | None:
+    """Return the level of a group; raise ValueError if it has none. None: not a group, which torch reports."""
+    if not isinstance(group, dict):
+        return None
+    level = group.get("level")
+    if level not in LEVELS:
+        raise ValueError(
+            f"Invalid level value: {level} (a group of a BilevelOptimizer needs the entry 'level': 'upper' or "
+            "'level': 'lower')"
+        )
+    return cast(str, level)
+
+
+def has_options_of_sgd(groups: Iterable[Mapping[str, Any]], own: Mapping[str, str], method: str) -> bool:
+    """Return True if an upper group has options of torch's SGD; raise if a method makes that level's steps itself.
+
+    Args:
+        groups: all parameter groups.
+        own: by level: what the method moves itself; empty if an optimizer does.
+        method: name of the method.
+    """
+    found = False
+    for group in groups:
+        level = group["level"]
+        for name in OF_SGD:
+            if group.get(name):
+                if own[level]:
+                    raise ValueError(
+                        f"Invalid {name} value: {group[name]} ({method} has its own update of {own[level]}; leave "
+                        f"{name} out of the {level} groups)"
+                    )
+                found = found or level == "upper"
+    return found
 
 
 def require_one_level(group: dict[str, Any], others: list[dict[str, Any]]) -> None:
