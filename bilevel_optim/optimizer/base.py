@@ -234,8 +234,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
                 own_rule=learns or self._one_loss or self.declared.tasks in ("rows", "required"),
                 process_group=values["process_group"],
             )
-        self.numbers: dict[str, Any] = {}
-        self._untraced_update = ""  # why a graph does not move x, if the upper optimizer is the only obstacle
         if upper_optimizer is not None:
             require_update_alone(upper_optimizer, lr)
         self._limits = limits_of(values["lower_clip"], values["lower_projection"], interior=self._stationary)
@@ -248,23 +246,22 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             responds=self._responds,
             follows_curvature=auto,
         )
-        self._run_state = RunState()
         self._default_lr, self._auto = {"upper": lr, "lower": lower_lr}, auto
         self._rules, self._upper_rules = self._new_rules()
+        self._run_state = RunState()
+        self.numbers: dict[str, Any] = {}
         self._diagnostics: dict[str, Any] = {}
         self._placeholders = False  # True while the state holds only zeros, shaped like a first step's state
         self._captured: Any = None  # makes the steps after `compile`
+        self._untraced_update = ""  # why a graph does not move x, if the upper optimizer is the only obstacle
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
         require_apart(self.param_groups)
         self.param_groups[0][OWN] = b""
         if self.declared.lower_optimizer == "none":
-            require_unlimited(self._limits, type(self).__name__)
+            require_unlimited(self._limits, method)
         self._lower_checks.require(self.declared.lower_optimizer)
         if self._stationary:
             self._lower_checks.require_at_rest()
-
-    def _arrange(self, options: dict[str, Any]) -> None:
-        """Check options that depend on each other, and replace those that others determine, before they are stored."""
 
     # ------------------------------------------------------------------------------------------------ verbs
 
@@ -562,23 +559,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         captured.say_why_eager()
         self._captured, self._untraced_update = captured, captured.why_update_is_eager()
 
-    @property
-    def captured_graphs(self) -> int:
-        """Number of compiled graphs."""
-        graphs: int = 0 if self._captured is None else self._captured.graphs
-        return graphs
-
-    def _oracle(
-        self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
-    ) -> Oracle:
-        """Return the oracle of both losses at the current point; ``groups`` are the groups by level, if known."""
-        require_gradients()
-        f, g = self._objectives(upper, lower)
-        groups = groups or by_level(self.param_groups)
-        x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
-        session = self._run_state.session(self._oracle_options)
-        return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
-
     # ------------------------------------------------------------------------------------------------ one step
 
     def _make_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
@@ -598,9 +578,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         except BaseException as error:
             if put_back is not None:
                 put_back()
-            if not isinstance(error, NonFiniteError):
-                raise
-            if not trend.above or error.hint:
+            if not isinstance(error, NonFiniteError) or error.hint or not trend.above:
                 raise
             raise NonFiniteError(error.oracle, error.step, f"The run has diverged: {trend.text}. {DIVERGES}") from None
         self._run_state.written = {}
@@ -608,31 +586,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         if look:
             self._watch_moves(float(loss), before)
         return loss
-
-    def _watch_moves(self, loss: float, before: Sequence[Vector]) -> None:
-        """Warn if x, or y under LBFGS, hardly moved, or if x overshot; ``before`` has the values before the step."""
-        if (slope := self._slope()) is None:
-            return
-        lower_optimizer, _ = self._rules.described(by_level(self.param_groups)["lower"])
-        watch_moves(
-            self._run_state,
-            type(self).__name__ if self.declared.family == "control" else "",
-            loss,
-            before,
-            [Vector(self.parameters(level)).detach() for level in LEVELS],
-            slope,
-            self.diagnostics.get("lower_residual") if issubclass(lower_optimizer, LBFGS) else None,
-        )
-
-    def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:
-        """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
-        if not self._one_loss and self.check_finite:
-            watch_losses(self._run_state, losses, self._slope if moves else lambda: None)
-
-    def _slope(self) -> StepLength | None:
-        """Return the gradient and the rate of x in the last step; None for sharded parameters."""
-        groups = by_level(self.param_groups)["upper"]
-        return step_length(groups, by_optimizer=self._upper_factory is not None, fixed_length=self._given_length)
 
     def _made_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
         """Make a step, compiled or eager, with or without the update of x."""
@@ -662,6 +615,15 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         oracle.session.begin(oracle.live_x, oracle.live_y, lambda: names_of(self.param_groups), options)
         return Transaction(self.generator, oracle, self._run_state.buffers), oracle, groups
 
+    def _oracle(self, upper: Loss | None, lower: Loss | None = None, *, groups: Groups | None = None) -> Oracle:
+        """Return the oracle of both losses at the current point; ``groups`` are the groups by level, if known."""
+        require_gradients()
+        f, g = self._objectives(upper, lower)
+        groups = groups or by_level(self.param_groups)
+        x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
+        session = self._run_state.session(self._oracle_options)
+        return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
+
     def _decisive(self, groups: Groups) -> dict[str, str]:
         """Return the options that determine a step, besides losses, data and values, as texts by name."""
         lower_rules = None if self.declared.lower_optimizer == "none" else self._rules
@@ -685,107 +647,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             broadcast = partial(self._oracle_options.ranks.broadcast_number, device=oracle.device)
             random_inputs = draw_random_inputs(self._random_inputs(), self.generator, broadcast)
         return self._inputs(groups, oracle.live_x, oracle.live_y, oracle.y, random_inputs)
-
-    def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
-        """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
-        estimate = self._estimate(oracle, inputs, tasks)
-        advance_buffers(oracle, estimate.lower)
-        new = None
-        if update:
-            with torch.set_grad_enabled(False):
-                new = self.update(oracle.x, estimate.gradient, inputs.after(estimate))
-        return StepResults(estimate, new)
-
-    def _step_writes(self, oracle: Oracle, results: StepResults) -> list[Write]:
-        """Return the writes of a step's results, ``.grad`` of x included."""
-        (estimate, update), session = results, oracle.session
-        numbers = estimate.numbers if update is None else {**estimate.numbers, **update.numbers}
-        return [
-            *writes_of(self.state, oracle.live_x, oracle.live_y, estimate, update),
-            *self._result_writes(
-                measured(estimate.figures, above=KEPT),
-                numbers,
-                session.found,
-                self._run_state.after(session, estimate.loss),
-            ),
-        ]
-
-    def _result_writes(
-        self, figures: Mapping[str, Any], numbers: Mapping[str, Any], found: LossFacts, after: dict[str, Any]
-    ) -> list[Write]:
-        """Return the writes of plain numbers, diagnostics and the run state."""
-        diagnostics = {**figures, **self._static_diagnostics(self.numbers), **found.diagnostics()}
-        if self._untraced_update:
-            diagnostics["compile_fallback"] = self._untraced_update
-        return [
-            partial(vars(self).update, numbers={**self.numbers, **numbers}, _diagnostics=diagnostics),
-            partial(self._run_state.enter, after),
-        ]
-
-    def _estimate(
-        self, oracle: Oracle, inputs: StepInputs, tasks: Any, start: Sequence[Tensor] | None = None
-    ) -> Estimate:
-        """Return the checked estimate; ``start`` replaces the usual start of lower solves."""
-        warm = self.warm_start or (tasks is None and self.lower_init is not None)  # lower_init has already written y
-        initial = None if warm else inputs.memory.get("initial")
-        if start is None and not warm:
-            start = oracle.y.clone() if initial is None else initial
-        here = oracle if start is None else oracle.at(lower=start)
-        try:
-            if tasks is not None:
-                return self._estimate_tasks(here, inputs, tasks)
-            estimate = self._checked(here, inputs, self._estimated)
-        finally:
-            oracle.session.gathered.release()
-        if warm or initial is not None:
-            return estimate
-        return replace(estimate, memory={**estimate.memory, "initial": here.y})
-
-    def _estimated(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Return the estimate, with lower rates from the curvature if they follow it."""
-        curvature: Vector | None = None
-        told: dict[str, Tensor] = {}
-        if inputs.follows_curvature:
-            losses = (("upper", oracle.f), ("lower", oracle.g))
-            terms = {f"{level}_terms": own.terms for level, own in losses if own.terms}
-            draws = self._draws(replace(inputs, numbers=inputs.numbers | terms))
-            oracle, inputs, curvature, told = with_measured_rates(
-                oracle, inputs, draws, exact=self._exact_products, margin=self._curvature_margin
-            )
-        estimate = self.estimate(oracle, inputs)
-        if self._lower_solver is not None:
-            alert_if_unsolved(oracle, inputs, estimate)
-        if curvature is None:
-            return estimate
-        memory = {**estimate.memory, CURVATURE: curvature}
-        return replace(estimate, memory=memory, diagnostics={**estimate.diagnostics, **told})
-
-    def _checked(self, oracle: Oracle, inputs: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
-        """Make an estimate and read its flags; make it again if the method or the lower rate reacts to them."""
-        if is_dynamo_compiling():
-            return make(oracle, inputs)
-        smaller = SMALLER if inputs.follows_curvature else 0  # remaining reductions of the lower rate
-        while True:
-            estimate, session = make(oracle, inputs), oracle.session
-            session.conclude()
-            session.warn_of_unreached(oracle.lower_names)
-            if not self.check_finite:
-                return estimate
-            try:
-                quiet = partial(is_quiet, {GROWS, LED_AWAY} if smaller else {LED_AWAY}, inputs, estimate)
-                alerts = session.checks.verify(inputs.steps, session.warned, estimate.tensors_to_check, quiet)
-                stiffer = smaller > 0 and (GROWS in alerts or (LED_AWAY in alerts and led_away(estimate)))
-            except NonFiniteError:
-                if not smaller:
-                    raise
-                stiffer = True
-            if stiffer:
-                inputs, smaller = stiffened(inputs, estimate), smaller - 1
-            elif not alerts or self._reacts_to(inputs.numbers) not in alerts:
-                return estimate
-            else:
-                oracle, inputs = self._react(oracle, inputs, estimate)
-            session.checks, session.never_reached = Checks(), None
 
     def _inputs(
         self,
@@ -823,6 +684,152 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         known["upper_memory"] = recalled(self.state, x)
         known["upper_solver"] = None if self._upper_rules is None else solver_memory(self.state, x)
         return known
+
+    def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
+        """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
+        estimate = self._estimate(oracle, inputs, tasks)
+        advance_buffers(oracle, estimate.lower)
+        new = None
+        if update:
+            with torch.set_grad_enabled(False):
+                new = self.update(oracle.x, estimate.gradient, inputs.after(estimate))
+        return StepResults(estimate, new)
+
+    def _estimate(
+        self, oracle: Oracle, inputs: StepInputs, tasks: Any, start: Sequence[Tensor] | None = None
+    ) -> Estimate:
+        """Return the checked estimate; ``start`` replaces the usual start of lower solves."""
+        warm = self.warm_start or (tasks is None and self.lower_init is not None)  # lower_init has already written y
+        initial = None if warm else inputs.memory.get("initial")
+        if start is None and not warm:
+            start = oracle.y.clone() if initial is None else initial
+        here = oracle if start is None else oracle.at(lower=start)
+        try:
+            if tasks is not None:
+                return self._estimate_tasks(here, inputs, tasks)
+            estimate = self._checked(here, inputs, self._estimated)
+        finally:
+            oracle.session.gathered.release()
+        if warm or initial is not None:
+            return estimate
+        return replace(estimate, memory={**estimate.memory, "initial": here.y})
+
+    def _checked(self, oracle: Oracle, inputs: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
+        """Make an estimate and read its flags; make it again if the method or the lower rate reacts to them."""
+        if is_dynamo_compiling():
+            return make(oracle, inputs)
+        smaller = SMALLER if inputs.follows_curvature else 0  # remaining reductions of the lower rate
+        while True:
+            estimate, session = make(oracle, inputs), oracle.session
+            session.conclude()
+            session.warn_of_unreached(oracle.lower_names)
+            if not self.check_finite:
+                return estimate
+            try:
+                quiet = partial(is_quiet, {GROWS, LED_AWAY} if smaller else {LED_AWAY}, inputs, estimate)
+                alerts = session.checks.verify(inputs.steps, session.warned, estimate.tensors_to_check, quiet)
+                stiffer = smaller > 0 and (GROWS in alerts or (LED_AWAY in alerts and led_away(estimate)))
+            except NonFiniteError:
+                if not smaller:
+                    raise
+                stiffer = True
+            if stiffer:
+                inputs, smaller = stiffened(inputs, estimate), smaller - 1
+            elif not alerts or self._reacts_to(inputs.numbers) not in alerts:
+                return estimate
+            else:
+                oracle, inputs = self._react(oracle, inputs, estimate)
+            session.checks, session.never_reached = Checks(), None
+
+    def _estimated(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
+        """Return the estimate, with lower rates from the curvature if they follow it."""
+        curvature: Vector | None = None
+        told: dict[str, Tensor] = {}
+        if inputs.follows_curvature:
+            losses = (("upper", oracle.f), ("lower", oracle.g))
+            terms = {f"{level}_terms": own.terms for level, own in losses if own.terms}
+            draws = self._draws(replace(inputs, numbers=inputs.numbers | terms))
+            oracle, inputs, curvature, told = with_measured_rates(
+                oracle, inputs, draws, exact=self._exact_products, margin=self._curvature_margin
+            )
+        estimate = self.estimate(oracle, inputs)
+        if self._lower_solver is not None:
+            alert_if_unsolved(oracle, inputs, estimate)
+        if curvature is None:
+            return estimate
+        memory = {**estimate.memory, CURVATURE: curvature}
+        return replace(estimate, memory=memory, diagnostics={**estimate.diagnostics, **told})
+
+    @property
+    def _exact_products(self) -> bool:
+        """True if the method makes Hessian-vector products by second derivatives."""
+        return self.declared.second_order and self._oracle_options.hvp == "exact"
+
+    def _step_writes(self, oracle: Oracle, results: StepResults) -> list[Write]:
+        """Return the writes of a step's results, ``.grad`` of x included."""
+        (estimate, update), session = results, oracle.session
+        numbers = estimate.numbers if update is None else {**estimate.numbers, **update.numbers}
+        return [
+            *writes_of(self.state, oracle.live_x, oracle.live_y, estimate, update),
+            *self._result_writes(
+                measured(estimate.figures, above=KEPT),
+                numbers,
+                session.found,
+                self._run_state.after(session, estimate.loss),
+            ),
+        ]
+
+    def _result_writes(
+        self, figures: Mapping[str, Any], numbers: Mapping[str, Any], found: LossFacts, after: dict[str, Any]
+    ) -> list[Write]:
+        """Return the writes of plain numbers, diagnostics and the run state."""
+        diagnostics = {**figures, **self._static_diagnostics(self.numbers), **found.diagnostics()}
+        if self._untraced_update:
+            diagnostics["compile_fallback"] = self._untraced_update
+        return [
+            partial(vars(self).update, numbers={**self.numbers, **numbers}, _diagnostics=diagnostics),
+            partial(self._run_state.enter, after),
+        ]
+
+    def _sets_below(self, tasks: Any) -> bool:
+        """Return True if a function of the user writes y before a step."""
+        return self._lower_solver is not None or (tasks is None and self.lower_init is not None)
+
+    def _set_below(self) -> Callable[[], None]:
+        """Write y by the user's functions; return a function that restores y and the random states."""
+        return write_lower(
+            self.parameters("lower"),
+            names_of([group for group in self.param_groups if group["level"] == "lower"]),
+            self.lower_init,
+            self._lower_solver,
+            generator=self.generator,
+            one_process=self._oracle_options.ranks.group is None,
+        )
+
+    def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:
+        """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
+        if not self._one_loss and self.check_finite:
+            watch_losses(self._run_state, losses, self._slope if moves else lambda: None)
+
+    def _watch_moves(self, loss: float, before: Sequence[Vector]) -> None:
+        """Warn if x, or y under LBFGS, hardly moved, or if x overshot; ``before`` has the values before the step."""
+        if (slope := self._slope()) is None:
+            return
+        lower_optimizer, _ = self._rules.described(by_level(self.param_groups)["lower"])
+        watch_moves(
+            self._run_state,
+            type(self).__name__ if self.declared.family == "control" else "",
+            loss,
+            before,
+            [Vector(self.parameters(level)).detach() for level in LEVELS],
+            slope,
+            self.diagnostics.get("lower_residual") if issubclass(lower_optimizer, LBFGS) else None,
+        )
+
+    def _slope(self) -> StepLength | None:
+        """Return the gradient and the rate of x in the last step; None for sharded parameters."""
+        groups = by_level(self.param_groups)["upper"]
+        return step_length(groups, by_optimizer=self._upper_factory is not None, fixed_length=self._given_length)
 
     # ------------------------------------------------------------------------------------------------ x alone
 
@@ -893,17 +900,11 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """
         return floats({"loss": self._run_state.last_loss, **self.diagnostics})
 
-    def _extra_repr(self) -> str:
-        """Return the method's own arguments as text, like ``torch.nn.Module.extra_repr``."""
-        common = signature_of(BilevelOptimizer).parameters
-        shown = {name: getattr(self, name) for name in signature_of(type(self)).parameters if name in vars(self)}
-        shown = {name: value for name, value in shown.items() if name not in common or value != common[name].default}
-        if self._oracle_options.hvp != "exact":
-            shown["hvp"] = self._oracle_options.hvp
-        plain = [f"{name}={value!r}" for name, value in shown.items() if isinstance(value, (int, float, str))]
-        if self._captured is not None:
-            plain.append(f"compiled: {self.captured_graphs} graphs")
-        return ", ".join(plain)
+    @property
+    def captured_graphs(self) -> int:
+        """Number of compiled graphs."""
+        graphs: int = 0 if self._captured is None else self._captured.graphs
+        return graphs
 
     def __repr__(self) -> str:
         """Return the method with its arguments, and each group with its level and its optimizer.
@@ -923,7 +924,24 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         lower = "" if self.declared.lower_optimizer == "none" else type(probe(self._lower_factory, lower_lr)).__name__
         return described(type(self).__name__, self._extra_repr(), self.param_groups, {"upper": upper, "lower": lower})
 
+    def _extra_repr(self) -> str:
+        """Return the method's own arguments as text, like ``torch.nn.Module.extra_repr``."""
+        common = signature_of(BilevelOptimizer).parameters
+        shown = {name: getattr(self, name) for name in signature_of(type(self)).parameters if name in vars(self)}
+        shown = {name: value for name, value in shown.items() if name not in common or value != common[name].default}
+        if self._oracle_options.hvp != "exact":
+            shown["hvp"] = self._oracle_options.hvp
+        plain = [f"{name}={value!r}" for name, value in shown.items() if isinstance(value, (int, float, str))]
+        if self._captured is not None:
+            plain.append(f"compiled: {self.captured_graphs} graphs")
+        return ", ".join(plain)
+
     # ------------------------------------------------------------------------------------------------ state
+
+    def parameters(self, level: str) -> list[Tensor]:
+        """Return the parameters of one level that require a gradient."""
+        groups = [group["params"] for group in self.param_groups if group["level"] == level]
+        return tensors_of([{"params": [p for params in groups for p in params if p.requires_grad]}], level)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in ``torch.optim``, with a ``"level"``: ``"upper"`` or ``"lower"``."""
@@ -954,6 +972,11 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         moves_by_sgd = has_options_of_sgd((*self.param_groups, *added), own_updates, type(self).__name__)
         if moves_by_sgd and self._upper_factory is None:
             self._upper_factory, self._upper_rules = SGD, LowerRules(SGD)
+
+    def _new_rules(self) -> tuple[LowerRules, LowerRules | None]:
+        """Return new update rules of y and, if x has an optimizer of its own, of x; not bound to parameters yet."""
+        upper = None if self._upper_factory is None else LowerRules(self._upper_factory)
+        return LowerRules(self._lower_factory, self._limits), upper
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, as in ``torch.optim``.
@@ -1004,22 +1027,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and added groups would take it over
 
-    def _new_rules(self) -> tuple[LowerRules, LowerRules | None]:
-        """Return new update rules of y and, if x has an optimizer of its own, of x; not bound to parameters yet."""
-        upper = None if self._upper_factory is None else LowerRules(self._upper_factory)
-        return LowerRules(self._lower_factory, self._limits), upper
-
-    @property
-    def _exact_products(self) -> bool:
-        """True if the method makes Hessian-vector products by second derivatives."""
-        return self.declared.second_order and self._oracle_options.hvp == "exact"
-
-    def parameters(self, level: str) -> list[Tensor]:
-        """Return the parameters of one level that require a gradient."""
-        groups = [group["params"] for group in self.param_groups if group["level"] == level]
-        return tensors_of([{"params": [p for params in groups for p in params if p.requires_grad]}], level)
-
-    # ------------------------------------------------------------------------------------------------ what a method is
+    # ------------------------------------------------------------------------------------------------ hooks of methods
 
     @abstractmethod
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
@@ -1029,37 +1037,8 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """Return the new x; write nothing. ``inputs`` holds the groups and the state of these tensors."""
         return inputs.step_upper(x, gradient)
 
-    def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
-        """Return the mean of the estimates for the drawn tasks, computed as one problem with stacked y."""
-        self._lower_checks.require_elementwise("tasks")
-        estimate = task_mean(
-            oracle,
-            inputs,
-            sampler,
-            lambda here, own: self._checked(here, own, self._estimated),
-            count=task_count(sampler, self.tasks_per_step),
-            sizes=self._rows_per_batch,
-            together=self._together,
-            random_inputs=self._random_inputs(),
-            joined=self._joined,
-            remembered=remembered_tasks(sampler) if self.task_memory else None,
-        )
-        return estimate if self.warm_start else replace(estimate, lower=None)
-
-    def _sets_below(self, tasks: Any) -> bool:
-        """Return True if a function of the user writes y before a step."""
-        return self._lower_solver is not None or (tasks is None and self.lower_init is not None)
-
-    def _set_below(self) -> Callable[[], None]:
-        """Write y by the user's functions; return a function that restores y and the random states."""
-        return write_lower(
-            self.parameters("lower"),
-            names_of([group for group in self.param_groups if group["level"] == "lower"]),
-            self.lower_init,
-            self._lower_solver,
-            generator=self.generator,
-            one_process=self._oracle_options.ranks.group is None,
-        )
+    def _arrange(self, options: dict[str, Any]) -> None:
+        """Check options that depend on each other, and replace those that others determine, before they are stored."""
 
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """Return the two objectives of a step."""
@@ -1097,47 +1076,22 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """Number of rows of each task's data that an evaluation of each loss draws; None: all."""
         return {"lower": self.lower_batch, "upper": self.upper_batch}
 
+    def _random_inputs(self) -> dict[str, int]:
+        """Return the random integers that an estimate needs: name -> n, drawn uniformly from range(n)."""
+        return {}
+
+    def _lower_step_count(self, steps: int) -> int:
+        """Return the number of lower steps in the next outer step, after ``steps`` outer steps."""
+        return self.lower_steps
+
     @property
     def _stationary(self) -> bool:
         """True if the estimate assumes that y is a stationary point of the lower loss, as implicit methods do."""
         return self.declared.second_order and self.declared.lower_optimizer != "differentiable"
 
-    def _together(self, tasks: int) -> list[slice]:
-        """Return slices of the drawn tasks, each solved as one stacked problem; by default one with all of them."""
-        return [slice(0, tasks)] if tasks else []
-
-    def _random_inputs(self) -> dict[str, int]:
-        """Return the random integers that an estimate needs: name -> n, drawn uniformly from range(n)."""
-        return {}
-
-    def _finished(self) -> bool:
-        """Return True if the run has ended, so that ``step`` only returns the last loss."""
-        return False
-
     def _without_lookahead(self, inputs: StepInputs) -> StepInputs:
         """Return inputs for an estimate at x itself, for a method that would estimate at a look-ahead point."""
         return inputs
-
-    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
-        """Cache key for the next step's graph, from the step count and the plain numbers; None if it must run eagerly.
-
-        The numbers include ``upper_terms`` and ``lower_terms`` of losses that are finite sums. For a method with
-        ``host_update`` the graph is that of the estimate.
-        """
-        return self._lower_step_count(steps), numbers
-
-    def _why_eager(self, tasks: Any = None) -> str:
-        """Return why steps (with these tasks) cannot be compiled; empty if they can."""
-        return "lower_solver is a function of yours" if self._lower_solver is not None else self.declared.uncaptured
-
-    @property
-    def _given_length(self) -> bool:
-        """True if the length of a step of x is lr, independent of the gradient's."""
-        return False
-
-    def _lower_step_count(self, steps: int) -> int:
-        """Return the number of lower steps in the next outer step, after ``steps`` outer steps."""
-        return self.lower_steps
 
     def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
         """Return the alert after which `_react` is called and the estimate is repeated; None: no alert."""
@@ -1147,13 +1101,43 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """Return the oracle and the inputs with which the estimate is repeated after that alert."""
         raise NotImplementedError
 
-    def _learned_start(self, oracle: Oracle) -> Vector:
-        """Return the initial lower parameters of a new task: the live values. Methods that learn them override this."""
-        return oracle.y
+    def _finished(self) -> bool:
+        """Return True if the run has ended, so that ``step`` only returns the last loss."""
+        return False
+
+    @property
+    def _given_length(self) -> bool:
+        """True if the length of a step of x is lr, independent of the gradient's."""
+        return False
 
     def _static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """Return diagnostics that follow from the plain numbers before a step."""
         return {}
+
+    def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
+        """Return the mean of the estimates for the drawn tasks, computed as one problem with stacked y."""
+        self._lower_checks.require_elementwise("tasks")
+        estimate = task_mean(
+            oracle,
+            inputs,
+            sampler,
+            lambda here, own: self._checked(here, own, self._estimated),
+            count=task_count(sampler, self.tasks_per_step),
+            sizes=self._rows_per_batch,
+            together=self._together,
+            random_inputs=self._random_inputs(),
+            joined=self._joined,
+            remembered=remembered_tasks(sampler) if self.task_memory else None,
+        )
+        return estimate if self.warm_start else replace(estimate, lower=None)
+
+    def _together(self, tasks: int) -> list[slice]:
+        """Return slices of the drawn tasks, each solved as one stacked problem; by default one with all of them."""
+        return [slice(0, tasks)] if tasks else []
+
+    def _learned_start(self, oracle: Oracle) -> Vector:
+        """Return the initial lower parameters of a new task: the live values. Methods that learn them override this."""
+        return oracle.y
 
     def _rows_of(self, lower: Sequence[Tensor]) -> int | None:
         """Return the number of rows of the method's tables for these parameters; 0: one problem; None: no tables."""
@@ -1166,6 +1150,18 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         group = next(group for group in self.param_groups if any([p is parameter for p in group["params"]]))
         factory = self._upper_factory if group["level"] == "upper" else self._lower_factory
         return None if factory is None else place_of_counts(factory, group, parameter)
+
+    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+        """Cache key for the next step's graph, from the step count and the plain numbers; None if it must run eagerly.
+
+        The numbers include ``upper_terms`` and ``lower_terms`` of losses that are finite sums. For a method with
+        ``host_update`` the graph is that of the estimate.
+        """
+        return self._lower_step_count(steps), numbers
+
+    def _why_eager(self, tasks: Any = None) -> str:
+        """Return why steps (with these tasks) cannot be compiled; empty if they can."""
+        return "lower_solver is a function of yours" if self._lower_solver is not None else self.declared.uncaptured
 
 
 BilevelOptimizer.__signature__ = signature_of(BilevelOptimizer)  # type: ignore[attr-defined]
