@@ -117,7 +117,7 @@ NAMES = [
     ),
     Name(
         '"_optimizer_"',
-        "optimizer/base.py methods/restarted/restarted_agd.py",
+        "optimizer/checkpoint.py",
         "hooks are not pickled, as in torch",
         "a public list of what an optimizer keeps to itself",
     ),

@@ -24,7 +24,7 @@ from torch.nn.modules import module
 
 from ..errors import warn
 from ..hypergradient.estimate import Write as RowWrite
-from ..optimizer.base import BilevelOptimizer, Loss, as_objective
+from ..optimizer.base import BilevelOptimizer
 from ..optimizer.checkpoint import OWN
 from ..optimizer.hooks import has_hooks
 from ..optimizer.lower_checks import probe
@@ -35,7 +35,7 @@ from ..optimizer.step import StepInputs, StepResults, replace
 from ..optimizer.transaction import Write, make, writes_of
 from ..oracle.buffers import unnoted
 from ..oracle.oracle import Oracle
-from ..problem.objective import Objective
+from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import LEVELS, by_level, is_count, is_number, require, require_rates
 from ..problem.random import draw_random_inputs, preserve_rng
 from ..problem.vector import Vector

@@ -49,7 +49,7 @@ from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import GROWS, LED_AWAY, LowerRules
 from . import adapt, checkpoint
 from .auto_rate import AUTO, MARGIN, SMALLER, is_quiet, led_away, lower_rate, stiffened, with_measured_rates
-from .checkpoint import OWN, REMADE
+from .checkpoint import OWN
 from .compared import texts_of_arguments, texts_of_options
 from .declaration import UNDECLARED, MethodInfo, methods, register
 from .diagnostics import described, floats
@@ -89,7 +89,7 @@ from .upper_gradient import check_gradients
 Result = TypeVar("Result")
 KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
 
-__all__ = ["REMADE", "BilevelOptimizer", "Loss", "as_objective"]
+__all__ = ["BilevelOptimizer"]
 
 
 class BilevelOptimizer(Options, Optimizer, ABC):
@@ -1018,9 +1018,8 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             setattr(self, name, own["options"][name])
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch keeps three entries and makes the others again. Ours must be kept too, except the rules.
-        own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        rules, upper_rules = self._new_rules()
+        rules, upper_rules = self._new_rules()  # these are made again
+        own = checkpoint.own_attributes(vars(self))
         return {**super().__getstate__(), **own, "_rules": rules, "_upper_rules": upper_rules}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

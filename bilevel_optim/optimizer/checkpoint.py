@@ -24,10 +24,10 @@ from .state import SOLVERS, TABLE
 
 __all__ = [
     "OWN",
-    "REMADE",
     "copied",
     "counts",
     "load_exactly",
+    "own_attributes",
     "packed",
     "plain",
     "require_loadable",
@@ -50,6 +50,11 @@ SAVED = "load the output of state_dict() of the same method"
 INTACT = "load the unchanged output of state_dict(), or an earlier checkpoint"
 # Entries of torch's optimizers that are shaped like the parameter or like stacked copies of it.
 LIKE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta")
+
+
+def own_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those attributes of an optimizer that torch neither pickles nor makes again."""
+    return {k: v for k, v in attributes.items() if k not in REMADE and not k.startswith("_optimizer_")}
 
 
 def plain(value: Any) -> Any:

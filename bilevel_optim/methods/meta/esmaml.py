@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from ...hypergradient import Estimate, full_zeroth_order
-from ...optimizer.base import Loss
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.options import choice, count, fixed, number
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...oracle.smoothed import Smoothed
-from ...problem.objective import Objective
+from ...problem.objective import Loss, Objective
 from ..zeroth_order.base import ZerothOrder
 from .maml import Initialised
 

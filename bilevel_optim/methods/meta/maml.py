@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from ...hypergradient import Estimate
-from ...optimizer.base import BilevelOptimizer, Loss
+from ...optimizer.base import BilevelOptimizer
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import InitVar, fixed, number
 from ...optimizer.step import StepInputs, replace
 from ...oracle.oracle import Oracle
-from ...problem.objective import Objective
+from ...problem.objective import Loss, Objective
 from ...problem.vector import Vector, any_sharded
 from ..aid import AID
 from ..itd import ITD

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...distributed.ranks import Ranks
-from ...optimizer.base import REMADE
+from ...optimizer.checkpoint import own_attributes
 from ...optimizer.options import GENERATOR
 from ...optimizer.state import recalled, remember
 from ...optimizer.transaction import Transaction
@@ -156,5 +156,4 @@ class RestartedAGD(Restarted):
             self.generator.set_state(own["generator"].cpu())
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **own_attributes(vars(self))}
