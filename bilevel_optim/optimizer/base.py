@@ -626,17 +626,10 @@ class BilevelOptimizer(Options, Optimizer, ABC):
 
     def _decisive(self, groups: Groups) -> dict[str, str]:
         """Return the options that determine a step, besides losses, data and values, as texts by name."""
-        lower_rules = None if self.declared.lower_optimizer == "none" else self._rules
+        moved = self.declared.lower_optimizer != "none"
+        rules = {"upper": self._upper_rules, "lower": self._rules if moved else None}
         return texts_of_options(
-            type(self),
-            self._run_state.steps,
-            vars(self),
-            self._arguments,
-            self.param_groups,
-            {
-                "upper": None if self._upper_rules is None else self._upper_rules.described(groups["upper"]),
-                "lower": None if lower_rules is None else lower_rules.described(groups["lower"]),
-            },
+            type(self), self._run_state.steps, vars(self), self._arguments, self.param_groups, groups, rules
         )
 
     def _step_inputs(
@@ -1120,7 +1113,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             oracle,
             inputs,
             sampler,
-            lambda here, own: self._checked(here, own, self._estimated),
+            partial(self._checked, make=self._estimated),
             count=task_count(sampler, self.tasks_per_step),
             sizes=self._rows_per_batch,
             together=self._together,

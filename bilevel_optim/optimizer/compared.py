@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..distributed.ranks import text_of
-from ..solvers.lower import Described
+from ..solvers.lower import LowerRules
 from .checkpoint import OWN
+from .step import Groups
 
 __all__ = ["texts_of_arguments", "texts_of_options"]
 
@@ -30,7 +31,8 @@ def texts_of_options(
     attributes: Mapping[str, Any],
     arguments: Mapping[str, str],
     groups: Sequence[Mapping[str, Any]],
-    optimizers: Mapping[str, Described | None],
+    groups_of: Groups,
+    rules: Mapping[str, LowerRules | None],
 ) -> dict[str, str]:
     """Return the options that determine a step, besides losses, data and values, as texts by name.
 
@@ -40,7 +42,8 @@ def texts_of_options(
         attributes: attributes of the method, whose present values replace those of the arguments.
         arguments: result of `texts_of_arguments`.
         groups: all parameter groups.
-        optimizers: class and options of the optimizer of each level; None if the method has its own update.
+        groups_of: those of each level.
+        rules: update of each level by its optimizer; None if there is none.
     """
     found: dict[str, Any] = {"method": method, "steps made": steps}
     for name, value in attributes.items():
@@ -50,8 +53,8 @@ def texts_of_options(
         entries = {name: v for name, v in group.items() if name not in ("params", "param_names", "level", OWN)}
         entries["shapes"] = [tuple(p.shape) for p in group["params"] if p.requires_grad]
         found |= {f"group {i}": group["level"], **{f"{name} of group {i}": v for name, v in entries.items()}}
-    for level, described in optimizers.items():
-        kind, options = described or (None, [])
+    for level, own_rules in rules.items():
+        kind, options = (None, []) if own_rules is None else own_rules.described(groups_of[level])
         found[f"{level}_optimizer"] = kind
         for name in options[0] if options else ():
             values = [own.get(name) for own in options]
