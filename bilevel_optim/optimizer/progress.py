@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import warn
-from ..oracle.session import WINDOW
 from ..problem.vector import Vector, any_sharded
 from .state import RunState
+from .upper_trend import WINDOW
 
 __all__ = ["DIVERGES", "STILL", "StepLength", "step_length", "watch_losses", "watch_moves"]
 

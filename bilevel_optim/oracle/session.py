@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,10 +18,10 @@ from ..problem.values import replace
 from .buffers import Buffers, Kept
 from .checks import Checks
 from .evaluation import Evaluation, in_place
+from .lower_trend import LowerTrend
 
 __all__ = [
-    "COUNTERS", "WINDOW", "EvaluationOptions", "LossFacts", "LowerTrend", "Session", "UpperTrend", "as_scalar",
-    "clear_autocast_cache",
+    "COUNTERS", "EvaluationOptions", "LossFacts", "Session", "as_scalar", "clear_autocast_cache",
 ]  # fmt: skip
 
 _NONE = Kept({}, Buffers(complete=True))
@@ -79,164 +78,6 @@ class LossFacts:
     def diagnostics(self) -> dict[str, str]:
         """Return the facts that the diagnostics of a step report."""
         return {} if self.fallback is None else {"vectorize_fallback": self.fallback}
-
-
-CALIBRATION = 2  # losses after the first that set the scale of losses
-RISE = 300.0  # times the size of the first upper loss, above which a run diverges
-STREAK = 10  # lower solves in a row that must agree before a warning
-WINDOW = 20  # upper losses in a window
-
-
-@dataclass
-class LowerTrend:
-    """Trend of lower solves, of at least three steps each, over several outer steps.
-
-    Attributes:
-        grew: number of last solves in a row that ended with a larger gradient than they began with.
-        factor: total growth of the gradient in them.
-        began: norm of the gradient before the first of them.
-        swung: number in a row that ended with gradients that pointed against each other and did not get smaller.
-        largest: the largest norm at the end of a solve.
-        text: description of the trend, for the warning.
-    """
-
-    grew: int = 0
-    factor: float = 1.0
-    began: float = 0.0
-    swung: int = 0
-    largest: float = 0.0
-    text: str = ""
-
-    def note_solve(self, first: float, last: float, turn: float) -> bool:
-        """Note the norms of a solve's first and last gradient and the product of its last two; return True to warn.
-
-        Noise alone gives no warning: with independent gradients each solve grows with probability one half.
-        """
-        growth = last / first if first > 0 else 1.0
-        self.largest = max(self.largest, last)
-        if growth <= 1:
-            self.grew, self.factor = 0, 1.0
-        else:
-            self.began = self.began if self.grew else first
-            self.grew, self.factor = self.grew + 1, self.factor * growth
-        opposed = turn < -0.5 * last * last and growth > 0.9 and last > 0.1 * self.largest
-        self.swung = self.swung + 1 if opposed else 0
-        if (self.grew >= STREAK and last > 10 * self.began) or (self.grew >= 2 * STREAK and self.factor > 100):
-            self.text = (
-                f"the gradient of the lower loss has grown in each of the last {self.grew} lower solves, from "
-                f"{self.began:.2g} to {last:.2g}"
-            )
-        elif self.swung >= STREAK:
-            self.text = (
-                f"y swings about a solution: at the end of each of the last {self.swung} lower solves two gradients in "
-                f"a row pointed against each other, and their norm, {last:.2g}, does not get smaller"
-            )
-        else:
-            return False
-        return True
-
-    def message(self) -> str:
-        """Return the warning."""
-        return (
-            f"{self.text} (see diagnostics['lower_growth']), so y is no solution of the lower problem and "
-            "the hypergradient is not reliable. Use a smaller lower_lr (half of it to begin with), "
-            "another lower_optimizer, or lower_clip"
-        )
-
-
-@dataclass
-class UpperTrend:
-    """Trend of the upper loss over the steps of a run.
-
-    Attributes:
-        first: the first loss; None before it.
-        spread: largest distance from it among the first ten losses, without those far above it.
-        above: number of last losses in a row far above the first, each higher than the one before.
-        count: number of losses.
-        last: the last loss.
-        window: losses since the last full window.
-        least: smallest loss of that full window.
-        most: largest loss of it.
-        rise: distance of ``least`` above that of the window before.
-        faster: number of windows in a row above the one before, each by more than the last one.
-        far: number of windows in a row far above the first losses.
-        early: largest distance from the first loss among the first three.
-        settled: largest loss of the first window.
-        promised: approximate decrease that the moves of x so far promise to first order.
-    """
-
-    first: float | None = None
-    spread: float = 0.0
-    above: int = 0
-    count: int = 0
-    last: float = 0.0
-    window: list[float] = field(default_factory=list)
-    least: float = math.inf
-    most: float = math.inf
-    rise: float = 0.0
-    faster: int = 0
-    far: int = 0
-    early: float = 0.0
-    settled: float = math.inf
-    promised: float = 0.0
-
-    def asks(self, number: int) -> bool:
-        """Return True if, with so many more losses, the decrease promised by the last move of x is needed."""
-        return self.count < WINDOW or len(self.window) + number >= WINDOW
-
-    def note_loss(self, loss: float) -> bool:
-        """Note a loss; return True if it is the second in a row that is far above the first, or if moves of x did that.
-
-        The first three losses set the scale, because y goes to its solution. If one of x's first moves was so long that
-        it promised to lower f by more than the rise, then it was that move.
-        """
-        if loss <= self.last and self.count >= STREAK:  # the common case: a shortcut with the same result
-            self.above, self.count, self.last = 0, self.count + 1, loss
-            return False
-        if self.first is None:
-            self.first = self.last = loss
-        scale = max(abs(self.first), self.spread)
-        self.above = self.above + 1 if loss > max(self.first + RISE * scale, self.last) else 0
-        if self.count <= CALIBRATION:
-            self.spread = self.early = max(self.spread, abs(loss - self.first))
-            by_moves = self.count == CALIBRATION and self.promised > loss - self.first > RISE * abs(self.first) > 0
-            self.above = 2 if by_moves else 0
-        elif self.count < STREAK and not self.above:
-            self.spread = max(self.spread, abs(loss - self.first))
-        self.count, self.last = self.count + 1, loss
-        return self.above == 2
-
-    def describe_rise(self, loss: float) -> str:
-        """Note a loss; return a description if windows rise faster and faster, or stay far above the first loss.
-
-        Faster: three in a row lie entirely above the one before, each by more than the last one, and in the end a tenth
-        above the first loss. Far: two in a row lie above the first window by more than the size of the first loss.
-        If moves of x promised to lower f by less than a third of the rise, or if the rise slows down, then f rises
-        because y goes to its solution. Only `RISE` is far then.
-        """
-        self.window.append(loss)
-        if len(self.window) < WINDOW or self.first is None:
-            return ""
-        least, most = min(self.window), max(self.window)
-        rise, before, self.window = least - self.least, self.rise, []
-        self.faster = self.faster + 1 if least > self.most and rise > before else 0
-        self.least, self.most, self.rise = least, most, rise
-        above = least - self.first
-        self.settled = min(self.settled, most) if self.count <= WINDOW else self.settled
-        by_moves = 3 * self.promised > above
-        further = by_moves and least - self.settled > abs(self.first)
-        self.far = self.far + 1 if further or above > RISE * max(abs(self.first), self.early) else 0
-        worse = self.far >= 2 or (self.faster >= 3 and above > 0.1 * abs(self.first) and by_moves)
-        return (
-            f"the upper loss was {self.first:.3g} in the first step, and {least:.3g} to {most:.3g} in the last {WINDOW}"
-            if worse
-            else ""
-        )
-
-    @property
-    def text(self) -> str:
-        """Description of the trend, for the warning."""
-        return f"the upper loss has grown from {self.first:.3g} to {self.last:.3g}"
 
 
 @dataclass
