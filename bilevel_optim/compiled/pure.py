@@ -16,9 +16,8 @@ from ..optimizer.step import StepInputs, StepResults, Update
 from ..oracle.advance import advance_buffers
 from ..oracle.buffers import Buffers
 from ..oracle.checks import Checks
-from ..oracle.lower_trend import LowerTrend
 from ..oracle.oracle import Oracle
-from ..oracle.session import COUNTERS, Session
+from ..oracle.session import COUNTERS, LowerTrend, Session
 from ..oracle.substitution import Substitution
 from ..problem.parameters import LEVELS
 from ..problem.values import replace

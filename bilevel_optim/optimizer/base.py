@@ -60,6 +60,7 @@ from .lower_checks import (
     place_of_counts,
     probe,
     rate_of,
+    require_optimizer,
     require_unlimited,
     require_update_alone,
 )
@@ -223,6 +224,9 @@ class BilevelOptimizer(Options, Optimizer, ABC):
                 f"{self.declared.upper_update}; leave out upper_optimizer)"
             )
         self._upper_factory, self._lower_factory = upper_optimizer, lower_optimizer or SGD
+        for level, given in (("upper", upper_optimizer), ("lower", lower_optimizer)):
+            if given is not None:
+                require_optimizer(level, given)
         lr = rate_of("upper", values["lr"], upper_optimizer, method)
         lower_lr, auto = lower_rate(values["lower_lr"], self._lower_factory, asked, method, self._fixed_rate)
         self._lower_solver: Callable[[], Any] | None = values.get("lower_solver")
@@ -802,7 +806,8 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:
         """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
         if not self._one_loss and self.check_finite:
-            watch_losses(self._run_state, losses, self._slope if moves else lambda: None)
+            state, slope = self._run_state, self._slope if moves else lambda: None
+            watch_losses(state.upper_trend, state.warned, state.steps, losses, slope)
 
     def _watch_moves(self, loss: float, before: Sequence[Vector]) -> None:
         """Warn if x, or y under LBFGS, hardly moved, or if x overshot; ``before`` has the values before the step."""
@@ -810,7 +815,8 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             return
         lower_optimizer, _ = self._rules.described(by_level(self.param_groups)["lower"])
         watch_moves(
-            self._run_state,
+            self._run_state.upper_trend,
+            self._run_state.warned,
             type(self).__name__ if self.declared.family == "control" else "",
             loss,
             before,

@@ -27,6 +27,7 @@ __all__ = [
     "place_of_counts",
     "probe",
     "rate_of",
+    "require_optimizer",
     "require_unlimited",
     "require_update_alone",
 ]
@@ -183,14 +184,25 @@ def own_rate(factory: Factory) -> tuple[Any, bool]:
     return rate, any(isinstance(names, tuple) and "lr" in names for names in constants)
 
 
+def require_optimizer(level: str, factory: Factory) -> None:
+    """Raise unless the optimizer of a level can be made from parameter groups alone."""
+    cure = "pass a class such as torch.optim.Adam, or a function of parameter groups that returns an optimizer"
+    try:
+        made = probe(factory, 1.0)
+    except TypeError as error:
+        raise TypeError(
+            f"{level}_optimizer must make an optimizer from parameter groups alone, but raised: {error}; {cure} (a "
+            "scheduler is made later, from the finished optimizer)"
+        ) from error
+    if not isinstance(made, Optimizer):
+        raise TypeError(
+            f"{level}_optimizer must return a torch.optim.Optimizer, but returned {type(made).__name__}; {cure}"
+        )
+
+
 def require_update_alone(factory: Factory, lr: Any) -> None:
     """Raise if an upper optimizer evaluates gradients at points of its own."""
     made = probe(factory, lr)
-    if not isinstance(made, Optimizer):
-        raise TypeError(
-            f"upper_optimizer must return a torch.optim.Optimizer, but returned {type(made).__name__}; pass a class "
-            "such as torch.optim.Adam, or a function of parameter groups that returns an optimizer"
-        )
     if isinstance(made, AGD) or needs_closure(made):
         raise ValueError(
             f"Invalid upper_optimizer value: {type(made).__name__} evaluates gradients at points of its own, but "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +12,14 @@ from torch import Tensor
 
 from ..errors import warn
 from ..problem.vector import Vector, any_sharded
-from .state import RunState
-from .upper_trend import WINDOW
 
-__all__ = ["DIVERGES", "STILL", "StepLength", "step_length", "watch_losses", "watch_moves"]
+__all__ = ["DIVERGES", "STILL", "StepLength", "UpperTrend", "step_length", "watch_losses", "watch_moves"]
 
 STILL = 20  # number of the step that checks whether x and y move
+CALIBRATION = 2  # losses after the first that set the scale of losses
+EARLY = 10  # first losses, which may change that scale
+RISE = 300.0  # times the size of the first upper loss, above which a run diverges
+WINDOW = 20  # upper losses in a window
 LITTLE, MUCH = 1e-9, 1e-3  # relative changes of the upper loss: by a step, and by one as long as max(|x|, 1)
 LOOKS = 100  # steps between checks of the upper loss on an accelerator
 DIVERGES = "Use a smaller lr (a tenth of it to begin with), or let bo.suggest find a stable one"
@@ -48,21 +52,125 @@ def step_length(groups: Sequence[Mapping[str, Any]], *, by_optimizer: bool, fixe
     return StepLength(size, lr, lr if fixed_length else lr * size, fixed_length)
 
 
-def watch_losses(state: RunState, losses: Tensor, slope: Callable[[], StepLength | None]) -> None:
-    """Warn once if upper losses have grown; ``slope`` returns None if x is not moved here."""
-    trend = state.upper_trend
+@dataclass
+class UpperTrend:
+    """Trend of the upper loss over the steps of a run.
+
+    Attributes:
+        first: the first loss; None before it.
+        spread: largest distance from it among the first ten losses, without those far above it.
+        above: number of last losses in a row far above the first, each higher than the one before.
+        count: number of losses.
+        last: the last loss.
+        window: losses since the last full window.
+        least: smallest loss of that full window.
+        most: largest loss of it.
+        rise: distance of ``least`` above that of the window before.
+        faster: number of windows in a row above the one before, each by more than the last one.
+        far: number of windows in a row far above the first losses.
+        early: largest distance from the first loss among the first three.
+        settled: largest loss of the first window.
+        promised: approximate decrease that the moves of x so far promise to first order.
+    """
+
+    first: float | None = None
+    spread: float = 0.0
+    above: int = 0
+    count: int = 0
+    last: float = 0.0
+    window: list[float] = field(default_factory=list)
+    least: float = math.inf
+    most: float = math.inf
+    rise: float = 0.0
+    faster: int = 0
+    far: int = 0
+    early: float = 0.0
+    settled: float = math.inf
+    promised: float = 0.0
+
+    def asks(self, number: int) -> bool:
+        """Return True if, with so many more losses, the decrease promised by the last move of x is needed."""
+        return self.count < WINDOW or len(self.window) + number >= WINDOW
+
+    def note_loss(self, loss: float) -> bool:
+        """Note a loss; return True if it is the second in a row that is far above the first, or if moves of x did that.
+
+        The first three losses set the scale, because y goes to its solution. If one of x's first moves was so long that
+        it promised to lower f by more than the rise, then it was that move.
+        """
+        if loss <= self.last and self.count >= EARLY:  # the common case: a shortcut with the same result
+            self.above, self.count, self.last = 0, self.count + 1, loss
+            return False
+        if self.first is None:
+            self.first = self.last = loss
+        scale = max(abs(self.first), self.spread)
+        self.above = self.above + 1 if loss > max(self.first + RISE * scale, self.last) else 0
+        if self.count <= CALIBRATION:
+            self.spread = self.early = max(self.spread, abs(loss - self.first))
+            by_moves = self.count == CALIBRATION and self.promised > loss - self.first > RISE * abs(self.first) > 0
+            self.above = 2 if by_moves else 0
+        elif self.count < EARLY and not self.above:
+            self.spread = max(self.spread, abs(loss - self.first))
+        self.count, self.last = self.count + 1, loss
+        return self.above == 2
+
+    def describe_rise(self, loss: float) -> str:
+        """Note a loss; return a description if windows rise faster and faster, or stay far above the first loss.
+
+        Faster: three in a row lie entirely above the one before, each by more than the last one, and in the end a tenth
+        above the first loss. Far: two in a row lie above the first window by more than the size of the first loss.
+        If moves of x promised to lower f by less than a third of the rise, or if the rise slows down, then f rises
+        because y goes to its solution. Only `RISE` is far then.
+        """
+        self.window.append(loss)
+        if len(self.window) < WINDOW or self.first is None:
+            return ""
+        least, most = min(self.window), max(self.window)
+        rise, before, self.window = least - self.least, self.rise, []
+        self.faster = self.faster + 1 if least > self.most and rise > before else 0
+        self.least, self.most, self.rise = least, most, rise
+        above = least - self.first
+        self.settled = min(self.settled, most) if self.count <= WINDOW else self.settled
+        by_moves = 3 * self.promised > above
+        further = by_moves and least - self.settled > abs(self.first)
+        self.far = self.far + 1 if further or above > RISE * max(abs(self.first), self.early) else 0
+        worse = self.far >= 2 or (self.faster >= 3 and above > 0.1 * abs(self.first) and by_moves)
+        return (
+            f"the upper loss was {self.first:.3g} in the first step, and {least:.3g} to {most:.3g} in the last {WINDOW}"
+            if worse
+            else ""
+        )
+
+    @property
+    def text(self) -> str:
+        """Description of the trend, for the warning."""
+        return f"the upper loss has grown from {self.first:.3g} to {self.last:.3g}"
+
+
+def watch_losses(
+    trend: UpperTrend, warned: set[str], steps: int, losses: Tensor, slope: Callable[[], StepLength | None]
+) -> None:
+    """Warn once if upper losses have grown.
+
+    Args:
+        trend: that of earlier losses; it changes.
+        warned: keys of earlier warnings; it changes.
+        steps: number of steps made.
+        losses: losses of the last steps.
+        slope: returns None if x is not moved here.
+    """
     # Reading a loss on a device waits for the device.
-    looks = losses.is_cpu or state.steps % LOOKS < losses.numel()
+    looks = losses.is_cpu or steps % LOOKS < losses.numel()
     values = [] if not looks else losses.tolist() if losses.dim() else [losses.item()]
     if values and trend.asks(len(values)) and (here := slope()) is not None:
         trend.promised += here.norm * here.length * (len(values) if trend.count < WINDOW else max(len(values), WINDOW))
     for loss in values:
-        if trend.note_loss(loss) and "growing upper loss" not in state.warned:
-            state.warned.add("growing upper loss")
+        if trend.note_loss(loss) and "growing upper loss" not in warned:
+            warned.add("growing upper loss")
             warn(f"{trend.text}: the run diverges. {DIVERGES}")
         said = trend.describe_rise(loss)
-        if said and not state.warned & {"growing upper loss", "worse upper loss"}:
-            state.warned.add("worse upper loss")
+        if said and not warned & {"growing upper loss", "worse upper loss"}:
+            warned.add("worse upper loss")
             warn(
                 f"{said}: the run makes the upper loss worse, unless y started where f is less than at y*(x). "
                 f"{DIVERGES}"
@@ -70,7 +178,8 @@ def watch_losses(state: RunState, losses: Tensor, slope: Callable[[], StepLength
 
 
 def watch_moves(
-    state: RunState,
+    trend: UpperTrend,
+    warned: set[str],
     control: str,
     loss: float,
     before: Sequence[Vector],
@@ -81,7 +190,8 @@ def watch_moves(
     """Warn if x hardly moved, or overshot, or if y under LBFGS did not move, in the step with number `STILL`.
 
     Args:
-        state: state of the run, with the first upper loss.
+        trend: that of the upper losses.
+        warned: keys of earlier warnings.
         control: name of the method if it is a control, else empty.
         loss: upper loss of the step.
         before: values of x and of y before the step.
@@ -102,15 +212,14 @@ def watch_moves(
             f"x does not move: the upper loss depends on x only through y, and {control} ignores that dependence, "
             "because it is a control for comparisons. Use another method, such as AID or F2SA"
         )
-    trend = state.upper_trend
     if slope.lr and not control and trend.count >= STILL and trend.spread and not trend.promised:
         warn(
             f"x does not move: the hypergradient was exactly zero in each of the first {STILL} steps. Look for an "
             "operation whose derivative is zero at this x (clamp, relu, round, a saturated sigmoid), or start x "
             "elsewhere"
         )
-    first, warned = trend.first or 0.0, "growing upper loss" in state.warned
-    if slope.fixed_length and not warned and moved * slope.norm > abs(loss) and loss > 3 * abs(first):
+    first, grows = trend.first or 0.0, "growing upper loss" in warned
+    if slope.fixed_length and not grows and moved * slope.norm > abs(loss) and loss > 3 * abs(first):
         warn(
             f"x goes past a minimum and back: step {STILL} moved it by {moved:.2g} along a slope of {slope.norm:.2g}, "
             f"although the upper loss was only {loss:.2g}, and {first:.2g} in the first step. lr={slope.lr:g} is too "

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ..hypergradient.estimate import Write
 from ..oracle.buffers import Buffers
-from ..oracle.lower_trend import LowerTrend
-from ..oracle.session import COUNTERS, EvaluationOptions, LossFacts, Session
+from ..oracle.session import COUNTERS, EvaluationOptions, LossFacts, LowerTrend, Session
 from ..problem.vector import Vector, is_sharded
 from ..solvers.lower import Memory
-from .upper_trend import UpperTrend
+from .progress import UpperTrend
 
 __all__ = [
     "SOLVER",

@@ -132,11 +132,6 @@ class LowerRule:
         remaining = iter(self._scratch)
         own = [{"params": [next(remaining) for _ in group["params"]], **_options(group)} for group in groups]
         self.optimizer = factory(own)
-        if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(
-                f"lower_optimizer must return a torch.optim.Optimizer, but returned {type(self.optimizer).__name__}; "
-                "pass a class such as torch.optim.SGD, or functools.partial of one"
-            )
         # Some optimizers create their state at once, others in their first step.
         self._initial = [dict(self.optimizer.state.get(t, {})) for t in self._scratch]
         # The steps of an optimizer whose update is unknown are made by the optimizer itself.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.optimizer.upper_trend import UpperTrend
+from bilevel_optim.optimizer.progress import UpperTrend
 
 from ..problems import Quadratic
 

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch.optim import LBFGS, SGD, Adafactor, Adam, RMSprop
+from torch.optim.lr_scheduler import StepLR
 
 import bilevel_optim as bo
 
@@ -255,8 +256,15 @@ def test_invalid_upper_optimizers_are_refused():
             quick(upper_optimizer=factory)
     with pytest.raises(ValueError, match=r"Invalid upper_optimizer value: Adam \([\s\S]*pass the class, or a function"):
         quick(upper_optimizer=Adam([torch.zeros(1, requires_grad=True)]))
-    with pytest.raises(TypeError, match=r"upper_optimizer must return a torch\.optim\.Optimizer, but returned list"):
-        quick(upper_optimizer=lambda groups: list(groups))
+    for level in ("upper", "lower"):
+        name = f"{level}_optimizer"
+        with pytest.raises(TypeError, match=rf"{name} must return a torch\.optim\.Optimizer, but returned list"):
+            quick(**{name: lambda groups: list(groups)})
+        for scheduler in (StepLR, partial(StepLR, step_size=3)):
+            with pytest.raises(
+                TypeError, match=f"{name} must make an optimizer from parameter groups alone, but raised"
+            ):
+                quick(**{name: scheduler})
 
 
 # ---------------------------------------------------------------------------------------------------- captured steps
