@@ -410,6 +410,50 @@ def test_unrolling_is_the_derivative_of_the_lower_steps(name):
         assert float(x.grad @ direction) == pytest.approx(difference, rel=1e-5, abs=1e-9)
 
 
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_the_lower_loss_alone_must_depend_on_y(vectorize):
+    """The gradient of its sum with f does not show whether it does."""
+    x, y, other = (torch.ones(2, requires_grad=True) for _ in range(3))
+    elsewhere = torch.ones(2, requires_grad=True)
+
+    def lower():
+        return (y - x).square().sum()
+
+    def upper():
+        return (y + other).square().sum()
+
+    made = {"lr": 0.1, "lower_lr": 0.1, "lower_steps": 1, "vectorize": vectorize}
+    with pytest.raises(ValueError, match="the lower loss does not depend on lower parameter 1"):
+        bo.F2SA([x], [y, other], **made).step(upper, lower)
+    optimizer = bo.F2SA([x], [y], **made)
+    optimizer.step(upper, lower)
+    with pytest.raises(ValueError, match="the upper loss depends on no parameter of this optimizer"):
+        optimizer.step(lambda: elsewhere.sum(), lower)
+
+
+def test_a_graph_that_has_saved_a_buffer_is_differentiated_before_the_buffer_is_restored():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, t):
+            with torch.no_grad():
+                self.seen.copy_(0.5 * self.seen + t.mean() + 1)
+            return self.seen * t  # saves the buffer
+
+    mean, x, y = Mean(), torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    oracle = bo.Oracle(
+        [x], [y], lambda: mean(y).square().sum(), lambda: (mean(y) * x).sum(), session=Session(EvaluationOptions(False))
+    )
+    copies = Copies(oracle, Vector([torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, -1.0]])]))
+    f, g = ("upper", oracle.f.draw(), [0.5, 2.0]), ("lower", oracle.g.draw(), [1.0, 1.0])
+    (_, together), (_, of_f), (_, of_g) = copies.lower_slopes(g, f), copies.lower_slopes(f), copies.lower_slopes(g)
+    close(together, of_f + of_g, 1e-15)
+    close(of_g, [torch.tensor([[3.0] * 3, [1.0] * 3])], 1e-15)
+    assert mean.seen == 0
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script.*:FutureWarning", "ignore:.*torch.jit.script.*:DeprecationWarning"
 )
