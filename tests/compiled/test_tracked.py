@@ -110,6 +110,24 @@ def test_captured_steps_are_the_eager_ones(way, monkeypatch):
     assert optimizer.captured_graphs == 1 + ("probabilities" in options)
 
 
+@pytest.mark.parametrize("way", ["svrb", "rsvrb", "stable"])
+def test_captured_steps_begin_anew_when_x_has_another_size(way):
+    """That step visits all tasks, and draws otherwise than those that follow."""
+    cls, options = WAYS[way]
+    results = []
+    for captured in (None, CAPTURED):
+        problem, optimizer = made(cls, captured=captured, **options)
+        losses = [steps(problem, optimizer, 5)]
+        more = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+        optimizer.add_param_group({"params": [more], "level": "upper", "lr": 0.1})
+        losses.append(steps(problem, optimizer, 8, at_once=4))
+        results.append([*losses, *ends(problem, optimizer)])
+        assert "compile_fallback" not in optimizer.diagnostics
+    for mine, theirs in zip(*results, strict=True):
+        close(mine.double(), theirs.double(), 1e-13, rtol=1e-11)
+    assert optimizer.captured_graphs == 2
+
+
 @pytest.mark.parametrize("way", ["svrb free", "bsvrb 2"])
 def test_a_captured_run_goes_on_bit_for_bit(way):
     cls, options = WAYS[way]

@@ -19,7 +19,7 @@ from ...hypergradient.storm import ball
 from ...optimizer.base import BilevelOptimizer
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs, TaskDraw, of_tasks
 from ...optimizer.options import InitVar, choice, count, fixed, flag, number, option
-from ...optimizer.state import TABLE
+from ...optimizer.state import TABLE, recalled, remembered
 from ...optimizer.step import StepInputs, Update
 from ...oracle.oracle import Oracle
 from ...problem.parameters import by_level, require
@@ -186,6 +186,13 @@ class RecursiveOptimizer(BilevelOptimizer):
             return True
         shapes = self._trackers.shapes(sum([t.numel() for t in inputs.upper_memory["previous"]]), width)
         return any([t.shape[1:] != shapes[name] for name, t in inputs.tables.items() if name in shapes])
+
+    def _begins_next(self) -> bool:
+        """Return True if the next step starts afresh."""
+        x, y = self.parameters("upper"), self.parameters("lower")
+        tables = remembered(self.state, y)["tables"]
+        inputs = DrawInputs(self._run_state.steps, self.numbers, {}, recalled(self.state, x), tables)
+        return self._begins(inputs, sum([t.numel() for t in y]) // max(len(tables.get("age", ())), 1))
 
     def _can_continue(self, table: Table, inputs: StepInputs) -> bool:
         """Return True if there are rows of these parameters; False if there are none, or x or y has other sizes."""
@@ -359,12 +366,15 @@ class RecursiveOptimizer(BilevelOptimizer):
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
         """Cache key for the next step's graph.
 
-        None for the first step, for steps that bring all rows up to date, and for one that warns: they run eagerly.
+        None for the first step, also of x or y with other sizes, for steps that bring all rows up to date, and for one
+        that warns: they run eagerly.
         """
         clock = numbers.get("clock")
         if isinstance(clock, tuple) and len(clock[-1]):
             return False  # `_why_eager` gives the reason
         if not isinstance(clock, Tensor):  # a tuple in older checkpoints
+            return None
+        if steps == self._run_state.steps and self._begins_next():
             return None
         if self._drifts:
             rows = self.param_groups[-1]["params"][0].shape[:1].numel()
