@@ -486,3 +486,47 @@ def test_nothing_is_shown_elsewhere(capsys):
     clock.show("lower solve")
     clock.clear()
     assert not capsys.readouterr().err
+
+
+def test_a_sample_of_several_batches_is_checked_as_it_is_drawn():
+    """Six batches in one sample are all the data, so the estimate is exact; one at a time it is noise."""
+    A, b = torch.randn(30, 4, generator=seeded(0)).double(), torch.randn(30, generator=seeded(1)).double()
+    x, y = (torch.full((4,), v, dtype=torch.float64, requires_grad=True) for v in (-1.0, 0.0))
+    data = [(A[i : i + 5], b[i : i + 5]) for i in range(0, 30, 5)]
+
+    def lower(batch):
+        return (batch[0] @ y - batch[1]).square().mean() + x.exp() @ y.square()
+
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.05, lower_steps=300, linear_steps=10)
+    one, all_six = (
+        bo.check_hypergradient(optimizer, lambda: (y - 1).square().sum(), bo.Objective(lower, data, accumulate=k))
+        for k in (1, 6)
+    )
+    assert all_six.verdict == "right"
+    assert all_six.std < 1e-12 * all_six.norm
+    assert one.std > 0.1 * one.norm
+
+
+class _WrongSecond(torch.autograd.Function):
+    """y^4 / 12 with a wrong second derivative, which is zero at y = 0."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.save_for_backward(y)
+        return y**4 / 12
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * (y**3 / 3).detach()
+
+
+@pytest.mark.parametrize("start", [0.0, 0.5])
+def test_a_wrong_second_derivative_is_no_fault_of_a_first_order_method(start):
+    A, b = torch.randn(20, 3, generator=seeded(0)).double(), torch.randn(20, generator=seeded(1)).double()
+    x, y = (torch.full((3,), v, dtype=torch.float64, requires_grad=True) for v in (-1.0, start))
+    losses = lambda: (y - 1).square().sum(), lambda: (A @ y - b).square().mean() + x.exp() @ _WrongSecond.apply(y)
+    optimizer = bo.F2SA([x], [y], lr=0.1, lower_steps=300, nu=1e-3)
+    assert bo.check_hypergradient(optimizer, *losses).verdict == "right"
+    with pytest.raises(GradcheckError, match="second derivative"):
+        bo.check_hypergradient(bo.AID([x], [y], lr=0.1, lower_steps=300, linear_steps=10), *losses)

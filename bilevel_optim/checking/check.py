@@ -479,14 +479,15 @@ def _replica(objective: Objective, draws: bool = False) -> Objective:
         return own
     if objective.data is None and not draws:
         return objective
-    samples = objective.samples(MAX_BATCHES)
+    samples, accumulate = objective.samples(MAX_BATCHES), objective.accumulate
     if not draws:
-        return Objective(objective.loss, _Shuffled([one.batch for one in samples]), features=objective.features)
+        shuffled = _Shuffled([one.batch for one in samples])
+        return Objective(objective.loss, shuffled, features=objective.features, accumulate=accumulate)
     times = -(-DRAWS // len(samples))
     seeds = torch.randint(2**31, (times * len(samples),), device="cpu").tolist()
     batches = [(seed, samples[i % len(samples)].arguments) for i, seed in enumerate(seeds)]
     features = None if objective.features is None else _SeededFeatures(objective.features)
-    return Objective(_Seeded(objective.loss), _Shuffled(batches), features=features)
+    return Objective(_Seeded(objective.loss), _Shuffled(batches), features=features, accumulate=accumulate)
 
 
 class _DrawnTasks:

@@ -19,7 +19,7 @@ from ..optimizer.signatures import explain_bad_call
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..oracle.session import EvaluationOptions, Session
-from ..problem.objective import Loss, Objective, as_objective
+from ..problem.objective import Loss, Objective, Sample, as_objective
 from ..problem.parameters import Params, as_groups, is_number, require, require_choice, require_gradients, unnamed
 from ..problem.tasks import draw, sample, select
 from ..problem.vector import Vector
@@ -274,8 +274,16 @@ def _few(objective: Objective) -> Objective:
     """Return the loss on some batches, drawn without moving the position in the data."""
     if objective.data is None:
         return Objective(objective.loss, features=objective.features)
-    batches = [one.arguments[0] for one in objective.samples(BATCHES)]
-    return Objective(objective.loss, batches, features=objective.features)
+    batches = [one.arguments[0] for one in objective.samples(BATCHES * objective.accumulate)]
+    return Objective(objective.loss, batches, features=objective.features, accumulate=objective.accumulate)
+
+
+def _samples(objective: Objective) -> list[Sample]:
+    """Return the samples that a pass over some batches gives, without moving the position in them."""
+    if objective.accumulate == 1:
+        return objective.samples()
+    own = _few(objective)
+    return [own.draw() for _ in range(max(len(own.samples()) // objective.accumulate, 1))]
 
 
 def _of_one_task(f: Objective, g: Objective, sampler: Any) -> tuple[Objective, Objective]:
@@ -303,7 +311,7 @@ class _Measured:
         self, x: list[Tensor], y: list[Tensor], f: Objective, g: Objective, goes_on: Callable[[], bool]
     ) -> None:
         self.oracle = Oracle(x, y, f, g, session=Session(EvaluationOptions()))
-        self.f, self.g = f.samples(), g.samples()
+        self.f, self.g = _samples(f), _samples(g)
         self.y = _flat(self.oracle.y)
         each = self._lower_each(self.y)
         self.slope = torch.stack(each).mean(0)
@@ -477,7 +485,8 @@ class _Search:
             if row.bias is not None and row.bias > LARGEST_BIAS and name != "FirstOrder":
                 rejected[name] = f"its hypergradient is off by {row.bias:.0%} at the end of the trial"
             elif row.loss >= self.start and self.start > -math.inf:
-                rejected[name] = f"no rate made the upper loss smaller ({row.loss:.4g} at best)"
+                best = f"no rate made the upper loss smaller ({row.loss:.4g} at best)"
+                rejected[name] = NOT_TRIED if self.trials.ended and math.isinf(row.loss) else best
         rows = {name: row for name, row in self._found.items() if name not in rejected}
         return dict(sorted(rows.items(), key=lambda pair: (pair[0] not in self._finalists, pair[1].loss))), rejected
 

@@ -184,4 +184,4 @@ def _slope(y: Sequence[Tensor], g: Objective) -> float:
 
 def _again(objective: Objective) -> Objective:
     """Return the same loss and data, from their beginning."""
-    return Objective(objective.loss, objective.data, features=objective.features)
+    return Objective(objective.loss, objective.data, features=objective.features, accumulate=objective.accumulate)

@@ -57,6 +57,7 @@ def partial_zeroth_order(
         return (ends - Vector(t.unsqueeze(0) for t in base)).lane_dot(found[0][2]), found[0][0]
 
     indirect, base, diagnostics = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
+    oracle.session.note_response(indirect)
     loss, direct, _ = found[0]
     diagnostics["direct_norm"] = direct.norm()
     _warn_of_noise(oracle, directions, diagnostics["direct_norm"], diagnostics)
@@ -102,8 +103,7 @@ def full_zeroth_order(
     loss = found[0]
     differences = diagnostics["coefficients"] * (directions.smoothing * (2 if central else 1))
     diagnostics["difference_error"] = _rounding(Vector([loss]), differences.square())
-    if not oracle.session.found.reaches_upper:
-        oracle.session.note_reached([loss if bool(gradient.norm() != 0) else None])
+    oracle.session.note_response(gradient)
     _warn_of_noise(oracle, directions, torch.zeros_like(loss), diagnostics)
     return Estimate(loss, gradient, diagnostics, lower=base)
 

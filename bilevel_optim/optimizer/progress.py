@@ -21,6 +21,7 @@ EARLY = 10  # first losses, which may change that scale
 RISE = 300.0  # times the size of the first upper loss, above which a run diverges
 WINDOW = 20  # upper losses in a window
 LITTLE, MUCH = 1e-9, 1e-3  # relative changes of the upper loss: by a step, and by one as long as max(|x|, 1)
+SOLVED = 1e-6  # part of the first upper loss, below which only rounding is left
 LOOKS = 100  # steps between checks of the upper loss on an accelerator
 DIVERGES = "Use a smaller lr (a tenth of it to begin with), or let bo.suggest find a stable one"
 
@@ -201,7 +202,8 @@ def watch_moves(
     """
     x, moved = before[0], float((after[0] - before[0]).norm())
     change, possible = (moved or slope.length) * slope.norm, max(float(x.norm()), 1.0) * slope.norm
-    if 0 < change < LITTLE * abs(loss) and possible > MUCH * abs(loss):
+    left = max(abs(loss), SOLVED * abs(trend.first or 0.0))
+    if 0 < change < LITTLE * abs(loss) and possible > MUCH * left:
         warn(
             f"x hardly moves: step {STILL} changed the upper loss by about {change / abs(loss):.0e} of its size, "
             f"although the hypergradient is not small (norm {slope.norm:.2g}). lr={slope.lr:g} is too small; "

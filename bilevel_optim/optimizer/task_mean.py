@@ -115,22 +115,26 @@ class _Rows:
     """Last solution of each task's lower problem, as rows of one table.
 
     Args:
-        table: table after the last step; None: there is none, and all tasks start at y.
-        y: the live values.
+        table: table after the last step, NaN in rows of tasks that have not been drawn; None: there is none.
+        y: the live values, at which tasks start when they are drawn for the first time.
         number: number of all tasks.
     """
 
     def __init__(self, table: Tensor | None, y: Vector, number: int) -> None:
         self.y, self.is_new = y, table is None
         if table is None:
-            flat = torch.cat([t.reshape(-1) for t in y])
-            table = flat.expand(number, flat.numel()).clone()
+            table = self._flat().new_full((number, sum([t.numel() for t in y])), torch.nan)
         self.table = table
         self._solutions: list[tuple[Tensor, Tensor]] = []
 
+    def _flat(self) -> Tensor:
+        return torch.cat([t.reshape(-1) for t in self.y])
+
     def starts(self, ids: Tensor) -> Vector:
-        """Return the rows of some tasks, as stacked values of y."""
-        rows = torch.split(self.table[ids.to(self.table.device)], [t.numel() for t in self.y], dim=1)
+        """Return the points from which some tasks start, as stacked values of y."""
+        known = self.table[ids.to(self.table.device)]
+        known = torch.where(known.isnan(), self._flat().to(known), known)
+        rows = torch.split(known, [t.numel() for t in self.y], dim=1)
         return Vector([row.reshape(len(row), *t.shape).to(t.dtype) for row, t in zip(rows, self.y, strict=True)])
 
     def note_solutions(self, ids: Tensor, y: Vector) -> None:

@@ -118,7 +118,7 @@ class Copies:
         values, gradients = zip(*parts, strict=True)
         joined = [torch.cat(own) for own in zip(*values, strict=True)]
         if wrt != "lower":
-            return joined, _sum(gradients)
+            return joined, _sum(gradients) if wrt else Vector(())
         return joined, Vector(torch.cat(ts) for ts in zip(*gradients, strict=True))
 
     def _require_redirection(self, terms: Sequence[Term]) -> None:

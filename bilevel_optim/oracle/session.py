@@ -15,6 +15,7 @@ from ..distributed.sharding import Gathered
 from ..errors import warn
 from ..problem.objective import Sample
 from ..problem.values import replace
+from ..problem.vector import Vector
 from .buffers import Buffers, Kept
 from .checks import Checks
 from .evaluation import Evaluation, in_place
@@ -251,6 +252,13 @@ class Session:
         """Note if any loss depended on an upper parameter."""
         if not self.found.reaches_upper:
             self.found.reaches_upper = any(gradient is not None for gradient in gradients)
+
+    def note_response(self, indirect: Vector) -> None:
+        """Note that y responds to x if a term that is measured without derivatives is not zero."""
+        known = self.found.reaches_upper and "lower" not in self.found.ignores_other_level
+        if not known and not torch.compiler.is_dynamo_compiling() and bool(indirect.norm() != 0):
+            self.found.reaches_upper = True
+            self.found.ignores_other_level -= {"lower"}
 
     def conclude(self) -> None:
         """Raise if no loss has depended on an upper parameter; warn of losses that ignore the other level."""

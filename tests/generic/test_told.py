@@ -221,6 +221,15 @@ def test_an_intentionally_still_run_gives_no_warning(case):
     repeated(optimizer, lambda: (nothing * (y - target)).square().sum() + 1, problem.lower, 25)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_run_that_has_ended_at_a_loss_of_zero_gives_no_warning():
+    """Only rounding errors are left, which are large compared with the loss."""
+    x, y = (torch.tensor(t, dtype=torch.float32, requires_grad=True) for t in ([2.0], [0.0, 0.0, 0.0]))
+    optimizer = bo.AID([x], [y], lr=0.527284, lower_steps=10, linear_steps=10)
+    curvature = torch.tensor([1.0, 2.0, 10.0], dtype=torch.float32)
+    repeated(optimizer, lambda: (y - 1).square().sum() / 2, lambda: (curvature * (y - x).square()).sum() / 2, 22)
+
+
 @pytest.mark.parametrize("tolerances", [{}, {"tolerance_grad": 0, "tolerance_change": 0}])
 def test_lower_lbfgs_without_effect_is_reported(tolerances):
     """Its tolerances are absolute, and the lower loss is small."""

@@ -758,3 +758,22 @@ def test_features_that_depend_on_y_are_an_error(cls):
     optimizer = cls(problem.x, problem.y, lr=0.1, lower_lr=0.2, lower_steps=3)
     with pytest.raises(ValueError, match="features of the lower objective depend on lower parameter 0"):
         optimizer.step(lambda batch: problem.upper(), wrong, tasks=bo.TensorTasks((torch.randn(2, 3, 4),)))
+
+
+@pytest.mark.parametrize("direct", [0.0, 1e-9])
+@pytest.mark.parametrize("cls", [bo.PZOBO, bo.HOZOG])
+@pytest.mark.filterwarnings("error")
+def test_a_response_that_autograd_does_not_see_counts(cls, direct):
+    """The lower solution comes from a solver outside torch, and f does not depend on x, or hardly."""
+    x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    options = {"directions": 3, "direction": "orthogonal", "difference": "central", "generator": seeded()}
+    optimizer = cls([x], [y], lr=0.1, lower_lr=1.0, lower_steps=1, **options)
+
+    def upper():
+        return (y - 1).square().sum() / 2 + direct * x.square().sum()
+
+    def lower():
+        return (y - torch.from_numpy(2 * x.detach().numpy())).square().sum() / 2
+
+    optimizer.backward(upper, lower)
+    close(x.grad, torch.full((3,), 2.0), 1e-3)
