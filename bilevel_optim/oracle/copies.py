@@ -187,8 +187,6 @@ class Copies:
             if not wrt or not weight:
                 value = y[0].new_zeros(()) if wrt == "lower" else here.value(level, sample, graph=asks)
                 return value, value * weight, sample.features is None
-            if wrt == level == "lower":
-                here.check_features(level, sample)
             # Features at the one x are constants for y; at other values of x they are needed only once.
             part = here.frozen(level, sample) if wrt == "lower" and found.reaches_upper else None
             value = here.evaluated(level, sample, x, y, features=part)

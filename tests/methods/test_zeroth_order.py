@@ -746,11 +746,13 @@ def test_features_are_evaluated_once_for_each_x(cls, options, calls, vectorize):
     assert "vectorize_fallback" not in optimizer.diagnostics
 
 
+@pytest.mark.parametrize("vectorize", [True, False])
 @pytest.mark.parametrize("cls", [bo.PZOBO, bo.AID, bo.F2SA])
-def test_features_that_depend_on_y_are_an_error(cls):
+def test_features_that_depend_on_y_are_an_error(cls, vectorize):
+    """In the first evaluation, before any of x is known to be reached."""
     problem = Features()
     labels = problem.t
-    optimizer = cls(problem.x, problem.y, lr=0.1, lower_lr=0.2, lower_steps=3)
+    optimizer = cls(problem.x, problem.y, lr=0.1, lower_lr=0.2, lower_steps=1, vectorize=vectorize)
     wrong = bo.Objective(lambda logits: F.cross_entropy(logits, labels), features=lambda: problem.net(problem.X))
     with pytest.raises(ValueError, match="features of the lower objective depend on lower parameter 0"):
         optimizer.step(problem.upper, wrong)
