@@ -671,3 +671,20 @@ def test_the_theorem_keeps_its_promise_without_noise():
     assert total / 72 <= 0.5
     with pytest.raises(ValueError, match="Invalid mu value: 2"):
         bo.F2SA.from_theory([x], [y], eps=0.1, ell=1.0, mu=2.0)
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_products_of_low_precision_are_reported_only_where_the_lower_loss_has_some(vectorize):
+    x, y = (torch.full((3,), v, dtype=torch.float32, requires_grad=True) for v in (1.0, 0.0))
+    A = torch.eye(3, dtype=torch.float32)
+    options, before = torch.backends.mkldnn.matmul, torch.backends.mkldnn.matmul.fp32_precision
+    for lower, low in ((lambda: (A @ y - x).square().sum(), True), (lambda: (y - x).square().sum(), False)):
+        optimizer = bo.F2SA([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2, nu=0.01, vectorize=vectorize)
+        options.fp32_precision = "bf16"
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                optimizer.step(lambda: (y - 1).square().sum(), lower)
+        finally:
+            options.fp32_precision = before
+        assert any("the losses are computed with a precision of 0.008" in str(one.message) for one in told) == low
