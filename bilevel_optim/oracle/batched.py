@@ -14,6 +14,7 @@ from ..errors import filters_kept
 from ..problem.vector import Vector, any_sharded, as_variable
 from .differentiable import has_large_convolutions
 from .evaluation import in_place
+from .point import Point
 from .session import Session
 
 __all__ = ["no_large_convolutions", "no_slow_batching", "require_redirection", "run", "slices"]
@@ -105,7 +106,7 @@ def no_slow_batching(look: bool) -> Generator[None]:
 
 
 def require_redirection(
-    session: Session,
+    oracle: Point,
     loss: str,
     live: Vector,
     values: Sequence[Tensor],
@@ -115,26 +116,30 @@ def require_redirection(
     """Raise if a loss reads live tensors where no replacement reaches them, as TorchScript modules do.
 
     Args:
-        session: remembers the outcome.
+        oracle: remembers the outcome in its session.
         loss: which loss, as in `LossFacts`.
         live: tensors that are replaced.
         values: values to read in their place.
         evaluate: evaluates the loss at such values, with the same random numbers each time.
         where: ending of the message: the copies that it should read, and the cure.
     """
-    at = [as_variable(t.clone()) for t in values]  # unknown to every substitution
-    results: list[list[Tensor]] = []
+    session, at = oracle.session, [as_variable(t.clone()) for t in values]  # unknown to every substitution
+    every = (*oracle.live_x, *oracle.live_y)
+    before, results = [t.grad for t in every], list[Vector]()
     # If the result depends on what the live tensors hold, then the loss has read these. A sharded tensor can hold no
     # row of a stack.
     for held in () if any_sharded(live) else (at, [t * 1.1 + 0.1 for t in at]):
         # Gradients too: in a checkpoint's second evaluation, in the backward pass, nothing is replaced.
         with torch.enable_grad(), in_place([live], [Vector(held).detach()]), session.buffers_kept():
-            value = evaluate(at)
-            reached = torch.autograd.grad(value, at, allow_unused=True) if value.requires_grad else ()
-        results.append([value.detach(), *(t for t in reached if t is not None)])
-    for own, other in zip(*results, strict=True):
-        if (own - other).norm() > 1e-5 * own.norm():  # never true of values that are not finite
-            raise RuntimeError(
-                f"the {loss.split()[0]} loss reads parameters in a way that cannot be redirected to {where}"
-            )
+            try:
+                value = evaluate(at)
+                reached = torch.autograd.grad(value, at, allow_unused=True) if value.requires_grad else ()
+            finally:
+                for t, gradient in zip(every, before, strict=True):
+                    t.grad = gradient
+        results.append(Vector((value.detach(), *(t for t in reached if t is not None))))
+    # Never true of values that are not finite. Tensors whose gradient is zero but for rounding do not count alone.
+    if results and (results[0] - results[1]).norm() > 1e-5 * results[0].norm():
+        level = loss.split()[0]
+        raise RuntimeError(f"the {level} loss reads parameters in a way that cannot be redirected to {where}")
     session.found.redirected |= {loss}

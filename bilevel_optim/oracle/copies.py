@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from .substitution import Substitution
 __all__ = ["Copies"]
 
 Samples = Sample | Sequence[Sample]  # one for all points, or one for each
+Part = TypeVar("Part")
 Term = tuple[str, Samples, Sequence[float]]  # level of a loss, its samples, and its weight at each point
 
 
@@ -39,6 +41,7 @@ class Copies:
     def __init__(self, oracle: Oracle, lower: Vector, upper: Vector | None = None) -> None:
         self.oracle, self.lower, self.upper = oracle, lower, upper
         self._live = oracle.live_y if upper is None else Vector((*oracle.live_y, *oracle.live_x))
+        self._kind = "copies" if oracle.lanes is None else "copies of tasks"
 
     def __len__(self) -> int:
         return len(self.lower[0])
@@ -52,7 +55,10 @@ class Copies:
     def values(self, level: str, sample: Sample) -> Tensor:
         """Return the values of a loss at all points, shape (n,)."""
         self.oracle.count("loss", len(self))
-        found = [self._evaluated("", [(level, part, [1.0] * len(self))])[0][0] for part in _parts(sample)]
+        found = []
+        for own in _parts(sample):
+            term = level, own, [1.0] * len(self)
+            found.append(torch.cat(self._run([term], partial(self._values_of, term), partial(self._value_at, term))))
         (mean,) = self.oracle.averaged(_mean(found))
         return mean  # type: ignore[no-any-return]
 
@@ -75,127 +81,164 @@ class Copies:
 
     def _slopes(self, wrt: str, terms: Sequence[Term]) -> tuple[list[Tensor], Vector]:
         oracle, n = self.oracle, len(self)
-        for level, samples, weights in terms:
+        for level, _, weights in terms:
             needed = n if level == "lower" else sum([weight != 0 for weight in weights])
             oracle.count(f"{level}_grad", needed)
             if wrt == "upper":
                 oracle.count("loss", n - needed)
-            if level == "lower":
-                oracle.session.lower_sample = samples if isinstance(samples, Sample) else samples[-1]
         parts = [_parts(samples) for _, samples, _ in terms]
         values: list[list[Tensor]] = [[] for _ in terms]
         gradients = []
         for i in range(max([len(own) for own in parts])):
             present = [k for k, own in enumerate(parts) if i < len(own)]
-            found, gradient = self._evaluated(wrt, [_part_of(terms[k], parts[k], i) for k in present])
+            found, gradient = self._slopes_of_parts(wrt, [_part_of(terms[k], parts[k], i) for k in present])
             gradients.append(gradient)
             for k, value in zip(present, found, strict=True):
                 values[k].append(value)
+        for level, samples, _ in terms:
+            if level == "lower":  # all of it, not its last part
+                oracle.session.lower_sample = samples if isinstance(samples, Sample) else samples[-1]
         *means, total = oracle.averaged(*[_mean(found) for found in values], _sum(gradients))
         return means, total
 
-    # ------------------------------------------------------------------------------------------------ together or alone
-
-    def _evaluated(self, wrt: str, terms: Sequence[Term]) -> tuple[list[Tensor], Vector]:
-        """Return values and gradients, from all points together, in chunks, or one by one.
-
-        ``wrt`` is ``"lower"``, ``"upper"``, or empty: only the values.
-        """
-        session, n = self.oracle.session, len(self)
-        new = [level for level, _, _ in terms if f"{level} copies" not in session.found.vmapped]
-        parts = batched.run(
-            session,
-            n,
-            lambda part: self[part]._together(wrt, [_at(term, part) for term in terms]),
-            lambda j: self._alone(wrt, [_at(term, slice(j, j + 1)) for term in terms], j),
-            possible=not self.oracle.sharded and all([_can_be_stacked(samples) for _, samples, _ in terms]),
-            first=(lambda: self._require_redirection(terms)) if new else None,
-        )
-        if new and n > 1 and session.found.fallback is None and session.options.at_once(n) > 1:
-            session.found.vmapped |= {f"{level} copies" for level in new}
+    def _slopes_of_parts(self, wrt: str, terms: Sequence[Term]) -> tuple[list[Tensor], Vector]:
+        parts = self._run(terms, partial(self._together, wrt, terms), partial(self._alone, wrt, terms))
         if len(parts) == 1:
             return parts[0]
         values, gradients = zip(*parts, strict=True)
         joined = [torch.cat(own) for own in zip(*values, strict=True)]
-        if wrt != "lower":
-            return joined, _sum(gradients) if wrt else Vector(())
+        if wrt == "upper":
+            return joined, _sum(gradients)
         return joined, Vector(torch.cat(ts) for ts in zip(*gradients, strict=True))
+
+    # ------------------------------------------------------------------------------------------------ together or alone
+
+    def _run(
+        self, terms: Sequence[Term], together: Callable[[slice], Part], alone: Callable[[int], Part]
+    ) -> list[Part]:
+        """Return results of all points together, in chunks, or one by one."""
+        session, n = self.oracle.session, len(self)
+        new = self._new(terms)
+        parts = batched.run(
+            session,
+            n,
+            together,
+            alone,
+            possible=not self.oracle.sharded and all([_can_be_stacked(samples) for _, samples, _ in terms]),
+            first=partial(self._require_redirection, terms) if new else None,
+        )
+        if new and n > 1 and session.found.fallback is None and session.options.at_once(n) > 1:
+            session.found.vmapped |= new
+        return parts
+
+    def _new(self, terms: Sequence[Term]) -> frozenset[str]:
+        """Return the losses that are not known to work under vmap."""
+        return frozenset([f"{level} {self._kind}" for level, _, _ in terms]) - self.oracle.session.found.vmapped
 
     def _require_redirection(self, terms: Sequence[Term]) -> None:
         """Raise if a loss reads parameters where they cannot be replaced by copies."""
-        oracle = self.oracle
         at = [t[0] for t in (self.lower if self.upper is None else (*self.lower, *self.upper))]
         for level, samples, _ in terms:
             shared = isinstance(samples, Sample)
             sample = samples if isinstance(samples, Sample) else _again(samples[0])
-
-            def loss(
-                values: Sequence[Tensor], level: str = level, sample: Sample = sample, shared: bool = shared
-            ) -> Tensor:
-                # Only shared samples replay the random numbers of their first evaluation.
-                with nullcontext() if shared else preserve_rng(oracle.device), Substitution(self._live, values):
-                    return oracle.value(level, sample)
-
-            with oracle.placed():
+            with self.oracle.placed():
                 batched.require_redirection(
-                    oracle.session,
-                    f"{level} copies",
+                    self.oracle,
+                    f"{level} {self._kind}",
                     self._live,
                     at,
-                    loss,
+                    partial(self._replaced, level, sample, shared),
                     "copies of y, as TorchScript modules do, so a loop evaluates the copies; pass the plain module to "
                     "evaluate them together",
                 )
 
-    def _together(self, wrt: str, terms: Sequence[Term]) -> tuple[list[Tensor], Vector]:
-        """Evaluate all points by one vmap of each loss and one backward pass."""
-        oracle, found = self.oracle, self.oracle.session.found
-        new = any([f"{level} copies" not in found.vmapped for level, _, _ in terms])
-        asks = not wrt and terms[0][0] not in found.dependency_checked
-        y = Vector(as_variable(t, wrt == "lower" or asks) for t in self.lower)
+    def _replaced(self, level: str, sample: Sample, shared: bool, values: Sequence[Tensor]) -> Tensor:
+        """Return a loss at these values; only a shared sample replays the random numbers of its first evaluation."""
+        with nullcontext() if shared else preserve_rng(self.oracle.device), Substitution(self._live, values):
+            return self.oracle.value(level, sample)
 
-        def evaluate(level: str, samples: Samples, weights: Sequence[float]) -> tuple[Tensor, Tensor, bool]:
-            values, whole = self._values(wrt, level, samples, x, y)
-            if new:
-                batched.no_large_convolutions(values)
-            if wrt == "lower":
-                oracle.session.dependent(level, values, y, x if whole else None)
-                if whole:
-                    oracle.session.reaching(level, values, y, x)
-            weighted = values if set(weights) == {1.0} else values * constant(weights, values)
-            return values, weighted.sum(), whole
+    # ------------------------------------------------------------------------------------------------ values alone
 
+    def _values_of(self, term: Term, part: slice) -> Tensor:
+        """Return the values at some points, from one vmap."""
+        oracle, found, points = self.oracle, self.oracle.session.found, self[part]
+        level, samples, _ = _at(term, part)
+        asks, new = level not in found.dependency_checked, bool(self._new([term]))
+        y = Vector(as_variable(t, asks) for t in points.lower)
         with (
             oracle.placed() as (x, _),
             batched.no_slow_batching(look=new),
-            torch.set_grad_enabled(bool(wrt) or asks),
+            torch.set_grad_enabled(asks),
+            oracle.session.buffers_kept(),
         ):
-            if self.upper is not None:
-                known = found.reaches_upper and len(found.dependency_checked) == 2
-                x = self.upper if known else Vector(map(as_variable, self.upper))
-            return self._collected(wrt, terms, x, y, evaluate)
+            x = points._variables(x)
+            values, constants = points._vmapped("", level, samples, x, y)
+            if new:
+                batched.no_large_convolutions(values)
+            self._note_dependency(level, values, None if constants else x, y)
+        return values.detach()
+
+    def _value_at(self, term: Term, j: int) -> Tensor:
+        """Return the value at one point, which is put into the live tensors."""
+        here = self._point(j)
+        level, samples, _ = _at(term, slice(j, j + 1))
+        sample = samples if isinstance(samples, Sample) else samples[0]
+        asks = level not in here.session.found.dependency_checked
+        with here.session.buffers_kept(), here.placed() as (x, y):
+            value = here.value(level, sample, graph=asks)
+            self._note_dependency(level, value, x if sample.features is None else None, y)
+        return value.detach().reshape(1)
+
+    def _note_dependency(self, level: str, values: Tensor, x: Vector | None, y: Vector) -> None:
+        """Look once at the dependencies of a loss if only its values are needed."""
+        if level not in self.oracle.session.found.dependency_checked:
+            if values.requires_grad:
+                self.oracle.session.dependent(level, values, y, x)
+            self.oracle.session.found.dependency_checked |= {level}
+
+    # ------------------------------------------------------------------------------------------------ gradients
+
+    def _together(self, wrt: str, terms: Sequence[Term], part: slice) -> tuple[list[Tensor], Vector]:
+        """Evaluate some points by one vmap of each loss and one backward pass."""
+        oracle, points, new = self.oracle, self[part], bool(self._new(terms))
+        y = Vector(as_variable(t, wrt == "lower") for t in points.lower)
+
+        def evaluate(level: str, samples: Samples, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+            values, constants = points._vmapped(wrt, level, samples, x, y)
+            if new:
+                batched.no_large_convolutions(values)
+            if wrt == "lower":
+                oracle.session.dependent(level, values, y, None if constants else x)
+                if not constants:
+                    oracle.session.reaching(level, values, y, x)
+            weighted = values if set(weights) == {1.0} else values * constant(weights, values)
+            return values, weighted.sum()
+
+        with oracle.placed() as (x, _), batched.no_slow_batching(look=new), torch.enable_grad():
+            x = points._variables(x)
+            return self._collected(wrt, [_at(term, part) for term in terms], x, y, evaluate)
 
     def _alone(self, wrt: str, terms: Sequence[Term], j: int) -> tuple[list[Tensor], Vector]:
-        """Evaluate one point, by putting it into the live tensors."""
-        oracle, found = self.oracle, self.oracle.session.found
-        here = oracle.at(None if self.upper is None else self.upper.lane(j), self.lower.lane(j))
-        asks = not wrt and terms[0][0] not in found.dependency_checked
+        """Evaluate one point, which is put into the live tensors."""
+        here = self._point(j)
 
-        def evaluate(level: str, samples: Samples, weights: Sequence[float]) -> tuple[Tensor, Tensor, bool]:
-            sample = samples if isinstance(samples, Sample) else samples[0]
-            (weight,) = weights
-            if not wrt or not weight:
-                value = y[0].new_zeros(()) if wrt == "lower" else here.value(level, sample, graph=asks)
-                return value, value * weight, sample.features is None
+        def evaluate(level: str, samples: Samples, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+            sample, (weight,) = samples if isinstance(samples, Sample) else samples[0], weights
+            if not weight and wrt == "lower":
+                zero = torch.zeros((), dtype=here.y[0].dtype, device=here.device)
+                return zero, zero
+            if not weight:
+                value = here.value(level, sample, graph=False)
+                return value, value * weight
             # Features at the one x are constants for y; at other values of x they are needed only once.
-            part = here.frozen(level, sample) if wrt == "lower" and found.reaches_upper else None
-            value = here.evaluated(level, sample, x, y, features=part)
-            if wrt == "lower" and part is None and not here.sharded:
+            constants = here.frozen(level, sample) if wrt == "lower" and here.session.found.reaches_upper else None
+            value = here.evaluated(level, sample, x, y, features=constants)
+            if wrt == "lower" and constants is None and not here.sharded:
                 here.session.reaching(level, value, y, x)
-            return value, value * weight, part is None
+            return value, value * weight
 
         with here.placed() as (x, y):
-            values, gradient = self._collected(wrt, terms, x, y, evaluate)
+            values, gradient = self._collected(wrt, [_at(term, slice(j, j + 1)) for term in terms], x, y, evaluate)
         return [value.reshape(1) for value in values], stack([gradient]) if wrt == "lower" else gradient
 
     def _collected(
@@ -204,23 +247,19 @@ class Copies:
         terms: Sequence[Term],
         x: Vector,
         y: Vector,
-        evaluate: Callable[[str, Samples, Sequence[float]], tuple[Tensor, Tensor, bool]],
+        evaluate: Callable[[str, Samples, Sequence[float]], tuple[Tensor, Tensor]],
     ) -> tuple[list[Tensor], Vector]:
-        """Return the values of the losses, and the gradient of their weighted sum.
-
-        ``evaluate`` returns values, their weighted sum, and whether its graph shows all that it depends on.
-        """
+        """Return the values of the losses, and the gradient of their sum; ``evaluate`` returns values and their sum."""
         session, found = self.oracle.session, []
         gradient: Vector | None = None
         total: Tensor | None = None
         levels: list[str] = []
         for i, (level, samples, weights) in enumerate(terms, 1):
             with session.buffers_kept() as kept:
-                values, weighted, whole = evaluate(level, samples, weights)
+                values, weighted = evaluate(level, samples, weights)
                 found.append(values.detach())
-                if not wrt:
-                    self._note_dependency(level, values, x if whole else None, y)
-                    return found, Vector(())
+                if wrt == level == "lower" and session.found.products is None:
+                    session.found.products = products_of(weighted)
                 total, levels = weighted if total is None else total + weighted, [*levels, level]
                 # A graph that has saved buffers is not valid once they are restored, and that of sharded parameters not
                 # after the next evaluation.
@@ -242,8 +281,6 @@ class Copies:
             gradients = oracle.differentiate(total, x)
             session.note_reached(gradients)
             return none_to_zeros(gradients, x)
-        if "lower" in levels and session.found.products is None:
-            session.found.products = products_of(total)
         gradients = oracle.differentiate(total, y if session.found.reaches_upper else (*y, *x))
         self._note_reached(levels, gradients, y)
         return none_to_zeros(gradients[: len(y)], y)
@@ -255,23 +292,34 @@ class Copies:
         if "lower" in levels:
             session.require_reached(gradients[: len(y)], self.oracle.lower_names)
 
-    def _note_dependency(self, level: str, values: Tensor, x: Vector | None, y: Vector) -> None:
-        """Look once at the dependencies of a loss if only its values are needed."""
-        if level not in self.oracle.session.found.dependency_checked:
-            if values.requires_grad:
-                self.oracle.session.dependent(level, values, y, x)
-            self.oracle.session.found.dependency_checked |= {level}
+    # ------------------------------------------------------------------------------------------------ at the points
 
-    # ------------------------------------------------------------------------------------------------ under vmap
+    def _point(self, j: int) -> Oracle:
+        return self.oracle.at(None if self.upper is None else self.upper.lane(j), self.lower.lane(j))
 
-    def _values(self, wrt: str, level: str, samples: Samples, x: Vector, y: Vector) -> tuple[Tensor, bool]:
-        """Return the values, and True if their graph shows all that they depend on (features may be constants)."""
+    def _variables(self, x: Vector) -> Vector:
+        """Return the copies of x, as variables until a loss is known to depend on x; without copies, x."""
+        found = self.oracle.session.found
+        if self.upper is None:
+            return x
+        known = found.reaches_upper and len(found.dependency_checked) == 2
+        return self.upper if known else Vector(map(as_variable, self.upper))
+
+    def _vmapped(self, wrt: str, level: str, samples: Samples, x: Vector, y: Vector) -> tuple[Tensor, bool]:
+        """Return the values, and True if features are constants, so that the graph does not show all dependencies.
+
+        ``wrt`` is the level that values are differentiated in; empty: in none.
+        """
         oracle, live, values = self.oracle, self._live, y if self.upper is None else Vector((*y, *x))
-        shared = isinstance(samples, Sample)
-        sample = samples if isinstance(samples, Sample) else Sample(samples[0].loss)
-        features, dims = self._features(wrt, level, sample, values) if shared else (None, None)
-        batch = () if isinstance(samples, Sample) else _stacked_arguments(samples)
-        own_features = None if isinstance(samples, Sample) or samples[0].features is None else samples[0].features.loss
+        if isinstance(samples, Sample):
+            shared, sample, batch = True, samples, ()
+            features, dims = self._features(wrt, level, sample, values)
+        else:
+            shared, sample, batch = False, samples[0], _stacked_arguments(samples)
+            features, dims = None, None
+            if wrt == "lower":
+                oracle.check_features(level, _again(sample))
+        own_features = None if shared or sample.features is None else sample.features.loss
 
         def at(batch: Any, features: Any, *values: Tensor) -> Tensor:
             with Substitution(live, values):
@@ -284,7 +332,7 @@ class Copies:
             in_dims=(0 if batch else None, dims, *[0] * len(values)),
             randomness="same" if shared else "different",
         )
-        return mapped(batch, features, *values), features is own_features is None
+        return mapped(batch, features, *values), features is not None
 
     def _features(self, wrt: str, level: str, sample: Sample, values: Sequence[Tensor]) -> tuple[Any, Any]:
         """Return features of a shared sample, evaluated outside the vmap over y, and their vmap dimension."""

@@ -209,7 +209,7 @@ class LaneLoss:
                 return self._at(one.batch, *values)
 
         batched.require_redirection(
-            self.oracle.session,
+            self.oracle,
             self._key,
             self.live,
             [t[0] for t in self.leaves],

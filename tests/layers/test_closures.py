@@ -433,6 +433,51 @@ def test_the_lower_loss_alone_must_depend_on_y(vectorize):
         optimizer.step(lambda: elsewhere.sum(), lower)
 
 
+@pytest.mark.parametrize("cls", [bo.F2SA, bo.PZOBO, bo.HOZOG])
+def test_steps_with_and_without_tasks_are_evaluated_together(cls):
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    more = {} if cls is bo.F2SA else {"directions": 3}
+    optimizer = cls([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2, **more)
+    data = torch.arange(24.0).view(4, 3, 2) / 24
+
+    def upper(batch=data[0]):
+        return (y - batch).square().mean()
+
+    def lower(batch=data[1]):
+        return (y - x * batch).square().mean()
+
+    for tasks in (None, bo.TensorTasks(data), None, bo.TensorTasks(data)):
+        optimizer.step(upper, lower, tasks=tasks)
+        assert "vectorize_fallback" not in optimizer.diagnostics
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("level", ["upper", "lower"])
+def test_features_that_read_y_are_refused_with_samples_of_their_own(level, vectorize):
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    losses = {
+        "upper": bo.Objective(lambda h: (h - 1).square().sum() + y.sum(), [torch.zeros(2)], features=lambda b: x + b),
+        "lower": bo.Objective(lambda h: (y - h).square().sum(), [torch.zeros(2)], features=lambda b: x + b),
+    }
+    losses[level].features = lambda b: x + y + b
+    optimizer = bo.F2SA([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1, samples="independent", vectorize=vectorize)
+    with pytest.raises(ValueError, match=f"the features of the {level} objective depend on lower parameter 0"):
+        optimizer.step(losses["upper"], losses["lower"])
+
+
+def test_a_loss_that_calls_backward_leaves_no_gradients_behind():
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+
+    def lower():
+        loss = (y - x).square().sum()
+        loss.backward(retain_graph=True)
+        return loss
+
+    with pytest.raises((ValueError, RuntimeError), match="backward"):
+        bo.F2SA([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1).step(lambda: y.sum(), lower)
+    assert x.grad is y.grad is None
+
+
 def test_a_graph_that_has_saved_a_buffer_is_differentiated_before_the_buffer_is_restored():
     class Mean(nn.Module):
         def __init__(self):

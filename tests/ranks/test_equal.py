@@ -29,7 +29,7 @@ SHARDED = {
     "AID, differences": (bo.AID, {"hvp": "finite-difference", "linear_solver": "fixed_point"}),
     "F2SA, Adam, from the start": (bo.F2SA, {"lower_optimizer": torch.optim.Adam, "warm_start": False}),
     "FirstOrder": (bo.FirstOrder, {}),
-    "F2SA-2, measured rate": (bo.F2SA, {"order": 2, "lower_lr": "auto"}),
+    "F2SA-3, measured rate": (bo.F2SA, {"order": 3, "lower_lr": "auto"}),
     "AID, measured rate": (bo.AID, {"damping": 1.0, "lower_lr": "auto"}, True),
     # Second derivatives: the module keeps its full parameters after a backward pass.
     "AID": (bo.AID, {"damping": 1.0}, True),
@@ -44,7 +44,7 @@ SHARDED = {
 }
 FEW = (
     "F2SA-2",
-    "F2SA-2, measured rate",
+    "F2SA-3, measured rate",
     "AID, measured rate",
     "AID, differences",
     "AID",
