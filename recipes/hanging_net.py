@@ -34,7 +34,7 @@ from torch import Tensor
 
 import bilevel_optim as bo
 
-from .common import Parser, interval, progress, save, show
+from .common import Parser, interval, progress, save, show, whole
 from .problems.net import MOST, Net, Search
 
 STEPS: dict[str, Any] = {"lower_steps": 20, "lower_optimizer": partial(torch.optim.SGD, momentum=0.95)}
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     cma = importlib.util.find_spec("cma") and importlib.import_module("cma")
     parser = Parser(__doc__, seed=True, threads=1)
     parser.methods(METHODS, [name for name in METHODS if name != "CMA-ES" or cma], "--methods")
-    parser.option("side", 15, "nodes per side")
+    parser.option("side", 15, "nodes per side", type=whole(3))
     parser.option("seconds", 4.0, "processor seconds for each method")
     parser.option("rate", 0.0, "learning rate of Adam, or first spread of CMA-ES", shown="tuned")
     parser.option("seeds", 1, "number of targets")

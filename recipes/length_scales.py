@@ -38,7 +38,7 @@ from torch import Tensor
 
 import bilevel_optim as bo
 
-from .common import Parser, figure, interval, progress, save, show
+from .common import Parser, figure, interval, progress, save, show, whole
 from .problems.irrelevant import CONTROLS, DATA, OTHERS, load
 from .problems.kernel_machine import Machine, start
 
@@ -111,11 +111,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Print the tables and draw the picture."""
     parser, names = Parser(__doc__, seed=True, threads=1), [*SEARCHES, *CONTROLS]
     parser.data(DATA, download=False)
-    parser.add_argument("--extra", type=int, nargs="+", default=[0, 40], help="irrelevant columns; default: 0 40")
-    parser.option("rows", 1200, "maximal number of training rows")
+    parser.option("extra", [0, 40], "irrelevant columns", type=whole(0))
+    parser.option("rows", 1200, "maximal number of training rows", type=whole(20))
     parser.option("seeds", 1, "number of splits")
     parser.option("steps", 80, "steps of Adam")
-    parser.add_argument("--lr", type=float, help="learning rate of Adam; default: 0.05, for direct 0.02")
+    parser.option("lr", None, "learning rate of Adam", type=float, shown="0.05, for direct 0.02")
     parser.methods(names, [n for n in names if n != "TPE" or importlib.util.find_spec("optuna")], "--methods")
     parser.add_argument("--validate", action="store_true", help="score on a third of the training rows instead")
     args = parser.parse(arguments)

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 import bilevel_optim as bo
 
-from .common import CALLS, Parser, plot, rows, save, show, train
+from .common import CALLS, Parser, plot, rows, save, show, train, whole
 from .common.seeds import stream
 from .problems.problem import Part
 from .problems.tasks import CLASSES, LAMBDA, Centre, load_tasks
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.methods(METHODS, [*METHODS][:7])
     parser.option("steps", 200, "updates of the centre")
     parser.option("lr", 1.0, "learning rate of x, divided by the root of the step")
-    parser.option("levels", 6, "K of RT-MLMC and DL-SGD")
+    parser.option("levels", 6, "K of RT-MLMC and DL-SGD, which makes about 2^K lower steps", type=whole(1, 12))
     parser.option("tasks", 20, "number of tasks")
     parser.option("tasks_per_step", 4, "tasks per step")
     parser.option("rows", ROWS, "rows per lower batch")

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import bilevel_optim as bo
 
-from .common import CALLS, Parser, plot, rows, save, show, train
+from .common import CALLS, Parser, not_negative, plot, rows, save, show, train, whole
 from .common.methods import PAPER
 from .common.seeds import begin, stream
 
@@ -195,13 +195,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.option("price", [1.0, 10.0, 100.0], "grid of lambda; the best is shown")
     parser.option("contexts", 50, "contexts to learn from")
     parser.option("demands", 30, "demands per context")
-    parser.option("levels", 4, "K")
+    parser.option("levels", 4, "K; dl-sgd makes about 2^K lower steps per context", type=whole(1, 12))
     parser.option("steps", 200, "updates of the rule")
     parser.option("lr", 0.01, "learning rate of the rule, divided by the root of the step")
     parser.option("tasks_per_step", 4, "contexts per step")
     parser.option("rows", 4, "rows per batch of a context")
     parser.option("test_points", 200_000, "contexts to test on")
-    parser.option("shift", 0.0, "standard deviation of the noise added to the test contexts", type=float)
+    parser.option("shift", 0.0, "standard deviation of the noise added to the test contexts", type=not_negative)
     parser.add_argument("--literal-init", action="store_true", help="weights of the demand uniform on [0, 1)")
     args = parser.parse(arguments)
     problem = Newsvendor(args)

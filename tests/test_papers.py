@@ -109,6 +109,7 @@ def test_intervals():
     assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5), rel=1e-4)
     assert interval([1.0, 2.0, 3.0], 0.99).high == pytest.approx(2 + 9.9248 / 3**0.5, rel=1e-4)
     assert interval([5.0]) == (5.0, -math.inf, math.inf)
+    assert str(interval([1.0, math.inf])) == "inf"  # of runs that diverged
 
 
 SEEDS = [0.0, 0.1, -0.1, 0.05]

@@ -1,11 +1,13 @@
 """Every program runs, on bundled data and on files in the format of public downloads, with the expected results."""
 
+import argparse
 import csv
 import importlib
 import json
 import lzma
 import math
 import pkgutil
+import re
 import struct
 import sys
 import warnings
@@ -664,6 +666,107 @@ def test_help_of_every_program(name, capsys):
         importlib.import_module(f"recipes.{name}").main(["--help"])
     first = importlib.import_module(f"recipes.{name}").__doc__.split("\n")[0]
     assert "".join(first.split()) in "".join(capsys.readouterr().out.split())
+
+
+OTHERS = ("data_mixing.__main__", "data_mixing.cost", "few_shot.__main__", "few_shot.compare", "few_shot.benchmark")
+OTHERS += ("papers.__main__",)
+
+
+def arguments_of(name, monkeypatch):
+    """The arguments that a program takes; it does not run."""
+    seen = []
+
+    def parse(parser, _):
+        seen.append(parser)
+        raise SystemExit
+
+    monkeypatch.setattr(Parser, "parse", parse)
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"recipes.{name}").main([])
+    return [action for action in seen[0]._actions if action.type is not None]
+
+
+@pytest.mark.parametrize("name", [*RUNS, *OTHERS])
+def test_no_program_takes_a_number_that_is_none(name, monkeypatch):
+    found = arguments_of(name, monkeypatch)
+    assert not [action.dest for action in found if action.type in (int, float)], "these types take any number"
+    for action in found:
+        if isinstance(action.type, type) or action.dest == "device":  # texts and paths
+            continue
+        for text in ("inf", "nan", "-1", "9" * 400, "many"):  # the fourth is too large for a float
+            with pytest.raises(argparse.ArgumentTypeError, match=rf"^invalid value: {text} \(must be a .*\)$"):
+                action.type(text)
+
+
+ODD = {
+    "newsvendor": [
+        "--lr inf", "--lr 0", "--shift nan", "--shift -1", "--seed 99999999999999999999", "--seed -1", "--levels 40"
+    ],
+    "hanging_net": ["--rate inf", "--side 2", "--seconds nan", "--seed 99999999999999999999", "--threads 100000"],
+    "tolls": ["--seed 99999999999999999999", "--seconds 0"],
+    "compare": ["--grid inf 3", "--budget inf"],
+    "few_shot.__main__": ["--lr inf", "--way 1", "--size 1", "--steps 2 --seconds 3"],
+    "few_shot.compare": ["--limit nan", "--steps 2 --seconds 3"],
+    "few_shot.benchmark": ["--way 1", "--size 15"],
+    "meta_classification": ["--levels 13"],
+    "length_scales": ["--lr inf", "--extra -1", "--rows 1"],
+    "hyper_regularization": ["--samples 0", "--data-seed -1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arguments"), [(name, bad) for name, several in ODD.items() for bad in several])
+def test_odd_values_are_refused_at_once(name, arguments, capsys, tmp_path):
+    out = [] if name == "few_shot.benchmark" else ["--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(f"recipes.{name}").main([*arguments.split(), *out])
+    flag, value, *_ = arguments.split()
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(rf"argument {flag}: invalid value: {value} \((must be|not together with) .*\)$", message)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_takes_no_files_is_refused_before_the_run(capsys, tmp_path, monkeypatch):
+    (tmp_path / "taken" / "saddle_escape.json").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    cases = {
+        "taken": r"saddle_escape\.json in it must be a file",
+        "file/x": "Not a directory",
+        "nowhere": "No such file",
+    }
+    if sys.platform == "linux":
+        cases["/proc/x"] = "nothing can be written to /proc"  # though its owner may
+    monkeypatch.setattr(saddle_escape, "run", None)
+    for out, message in cases.items():
+        with pytest.raises(SystemExit, match="2"):
+            saddle_escape.main(["--out", str(tmp_path / out)])
+        found = capsys.readouterr().err.splitlines()[-1]
+        assert re.search(rf"argument --out: invalid value: {tmp_path / out} \(.*{message}.*\)$", found)
+    before = sorted(tmp_path.rglob("*"))
+    made = Parser("", seed=True)
+    assert made.parse(["--out", str(tmp_path / "new" / "newer")]).out == tmp_path / "new" / "newer"
+    assert sorted(tmp_path.rglob("*")) == before, "the check leaves nothing behind"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        Parser("").parse([])  # the default is tried too
+    assert "argument --out: invalid value: results" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("hanging_net", "--side 3 --seeds 1"), ("tolls", "--sizes tiny --seeds 1")]
+)
+def test_a_search_without_time_reports_its_start(name, arguments, run, tmp_path):
+    module = importlib.import_module(f"recipes.{name}")
+    methods = [m for m in module.METHODS if m != "CMA-ES"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bo.BilevelWarning)
+        found = module.main([*arguments.split(), "--seconds", "1e-9", "--out", str(tmp_path), "--methods", *methods])
+    results = found["results"] if name == "hanging_net" else found["results"]["tiny"]
+    start = (found["start"]["measured on the target"] if name == "hanging_net"
+             else results["marginal cost, best factor"]["gain"])  # fmt: skip
+    for method in methods:
+        assert results[method]["error" if name == "hanging_net" else "gain"] == pytest.approx(start, rel=1e-6)
 
 
 BAD = ["--corruption 1.5", "--steps 0", "--optimizer newton", "--lr -1", "--device gpu", f"--out {__file__}/x"]

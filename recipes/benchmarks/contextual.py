@@ -19,7 +19,7 @@ from torch import Tensor
 
 import bilevel_optim as bo
 
-from ..common import Parser, progress, save, table, timed
+from ..common import Parser, progress, save, table, timed, whole
 from ..common.seeds import stream
 from ..problems.problem import Part
 from ..problems.tasks import CLASSES, FEATURES, Centre
@@ -214,7 +214,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the selected parts; return the numbers that are written."""
     parser = Parser(__doc__)
     parser.add_argument("--part", nargs="+", choices=["end-to-end", "time", "tasks"], default=["end-to-end"])
-    parser.option("levels", [6], "K", shown="6 (end-to-end), 6 8 10 12 (time)")
+    parser.option("levels", [6], "K", type=whole(1, 12), shown="6 (end-to-end), 6 8 10 12 (time)")
     parser.add_argument("--neumann", nargs="+", choices=["sum", "product"], default=["sum"])
     parser.option("seeds", 5, "runs of each method (end-to-end)")
     parser.option("budget", 600_000, "lower steps; 1: stop at a gradient norm of 0.1")

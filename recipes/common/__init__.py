@@ -1,6 +1,6 @@
 """Shared by the programs: command line, loops that time and tune, methods by name, output files."""
 
-from .arguments import Parser, share
+from .arguments import Parser, not_negative, share, whole
 from .intervals import Interval, interval
 from .processes import alone, forget_peak, peak
 from .report import CALLS, draw, environment, figure, plot, rows, save, save_json, show, table
@@ -18,6 +18,7 @@ __all__ = [
     "gradients",
     "interval",
     "median_curve",
+    "not_negative",
     "peak",
     "plot",
     "progress",
@@ -33,4 +34,5 @@ __all__ = [
     "timed",
     "train",
     "tuned",
+    "whole",
 ]

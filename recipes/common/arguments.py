@@ -4,36 +4,46 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import shlex
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Parser", "share"]
+__all__ = ["Parser", "not_negative", "share", "whole"]
 
 
-def positive(text: str) -> float:
-    """Parse a number above zero."""
-    if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"must be positive, not {text}")
-    return value
+T = TypeVar("T")
+LARGEST = 2**31 - 1  # of a seed or count: programs go on from their seeds, and NumPy's have 32 bits
 
 
-def count(text: str) -> int:
-    """Parse a whole number above zero."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be positive, not {text}")
-    return value
+def limited(kind: Callable[[str], T], fits: Callable[[T], bool], allowed: str) -> Callable[[str], T]:
+    """Return a function that parses the values that fit; its message for any other says what is allowed."""
+
+    def parse(text: str) -> T:
+        try:
+            if fits(value := kind(text)):
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"invalid value: {text} (must be {allowed})")
+
+    return parse
 
 
-def share(text: str) -> float:
-    """Parse a number between 0 and 1."""
-    if not 0 <= (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text}")
-    return value
+def whole(least: int, most: int = LARGEST) -> Callable[[str], int]:
+    """Return a function that parses whole numbers between two bounds."""
+    return limited(int, lambda value: least <= value <= most, f"a whole number from {least} to {most}")
+
+
+count, seed_number = whole(1), whole(0)
+positive = limited(float, lambda value: 0 < value < math.inf, "a finite number above 0")
+not_negative = limited(float, lambda value: 0 <= value < math.inf, "a finite number, at least 0")
+share = limited(float, lambda value: 0 <= value <= 1, "a number between 0 and 1")
 
 
 def device_name(text: str) -> str:
@@ -45,14 +55,22 @@ def device_name(text: str) -> str:
     return text
 
 
-def folder(text: str) -> Path:
-    """Parse a folder that exists or can be made, before a long run whose results go there."""
-    nearest = next(path for path in (Path(text).absolute(), *Path(text).absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write to {text}: {nearest} is no folder that you may write to")
-    return Path(text)
+def refusal(folder: Path) -> str | None:
+    """Return why results cannot be written to a folder, or None; the folder need not exist, and is not made."""
+    path = folder.absolute()
+    nearest = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    try:
+        with tempfile.TemporaryDirectory(dir=nearest) as made:
+            tried = Path(made, path.relative_to(nearest))
+            tried.mkdir(parents=True, exist_ok=True)
+            (tried / "tried").write_text("x")
+        taken = [p.name for p in sorted(path.glob("*")) if p.suffix in WRITTEN and p.is_dir()]
+    except OSError as error:
+        return f"nothing can be written to {nearest}: {error.strerror}"
+    return f"{taken[0]} in it must be a file, not a folder" if taken else None
 
 
+WRITTEN = (".csv", ".json", ".jsonl", ".png", ".pt")  # files of results
 KINDS: dict[type, Callable[[str], Any]] = {int: count, float: positive}
 
 
@@ -84,24 +102,33 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         super().__init__(description=(doc or "").split("\n")[0])
         self.tables: dict[str, tuple[str, Mapping[str, Mapping[str, Any]]]] = {}
+        self.pairs: list[tuple[str, str]] = []
         if seed:
-            self.add_argument("--seed", type=int, default=0, help="default: 0")
+            self.seed()
         if device:
             self.add_argument("--device", type=device_name, default="cpu", help="default: cpu")
         if out:
-            self.option("out", Path("results"), "output folder", type=folder)
+            self.option("out", Path("results"), "output folder")
         if compiled:
             self.add_argument("--compile", action="store_true", help="compile the steps where possible")
         shown = "chosen by torch" if threads is None else threads
-        self.add_argument("--threads", type=count, default=threads, help=f"threads of torch; default: {shown}")
+        self.add_argument("--threads", type=whole(1, 1024), default=threads, help=f"threads of torch; default: {shown}")
 
     def option(self, name: str, default: Any, text: str, *, shown: str | None = None, **options: Any) -> None:
         """Add ``--name`` with the type of its default (a list takes several values); numbers must be positive."""
         several = isinstance(default, (list, tuple))
-        kind = type(default[0] if several else default)
+        kind = options.pop("type", type(default[0] if several else default))
         options = {"type": KINDS.get(kind, kind), "nargs": "+" if several else None, **options}
-        text = f"{text}; default: {shown or _words(default)}"
+        text = f"{text}{'; ' if text else ''}default: {shown or _words(default)}"
         self.add_argument(f"--{name.replace('_', '-')}", default=default, help=text.replace("%", "%%"), **options)
+
+    def seed(self, name: str = "seed", text: str = "") -> None:
+        """Add the argument of a seed."""
+        self.option(name, 0, text, type=seed_number)
+
+    def exclusive(self, name: str, other: str) -> None:
+        """Refuse two arguments together."""
+        self.pairs.append((name, other))
 
     def methods(self, names: Iterable[str], default: Sequence[str] | str, flag: str = "--optimizer") -> None:
         """Add the argument for the methods to run; a default that is a string describes the program's own choice."""
@@ -127,8 +154,14 @@ class Parser(argparse.ArgumentParser):
             self.tables[name] = key, table
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """Parse, fill in the defaults that depend on others, and set the number of threads."""
+        """Parse, check the output folder, fill in defaults that depend on others, and set the number of threads."""
         args = self.parse_args(arguments)
+        for name, other in self.pairs:
+            if getattr(args, name) is not None and getattr(args, other) is not None:
+                self.error(f"argument --{name}: invalid value: {getattr(args, name)} (not together with --{other})")
+        out = getattr(args, "out", None)
+        if out is not None and (why := refusal(out)):
+            self.error(f"argument --out: invalid value: {out} ({why})")
         for name, (key, table) in self.tables.items():
             if getattr(args, name) is None:
                 setattr(args, name, table[getattr(args, key)][name])

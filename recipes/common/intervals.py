@@ -28,7 +28,7 @@ def interval(values: Sequence[float], level: float = 0.95) -> Interval:
     from scipy.special import stdtrit
 
     mean = statistics.fmean(values)
-    if len(values) < 2:
+    if len(values) < 2 or not math.isfinite(mean):  # runs that diverged have no interval
         return Interval(mean, -math.inf, math.inf)
     t = float(stdtrit(len(values) - 1, (1 + level) / 2))
     half = t * statistics.stdev(values) / math.sqrt(len(values))

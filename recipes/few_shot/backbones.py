@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["BACKBONES", "STATISTICS", "Body", "Norm", "calibrate", "cnn4", "resnet12"]
+__all__ = ["BACKBONES", "SMALLEST", "STATISTICS", "Body", "Norm", "calibrate", "cnn4", "resnet12"]
 
 STATISTICS = ("batch", "support", "running")
+SMALLEST = 16  # height and width that four poolings leave one pixel of
 
 
 class Norm(nn.Module):

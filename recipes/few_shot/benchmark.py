@@ -24,9 +24,9 @@ from torch.func import functional_call
 
 import bilevel_optim as bo
 
-from ..common import Parser, alone, environment, peak, show
+from ..common import Parser, alone, environment, peak, show, whole
 from ..common.seeds import begin
-from .backbones import BACKBONES
+from .backbones import BACKBONES, SMALLEST
 from .data import Images
 from .episodes import Batch, Episodes
 from .learners import LEARNERS, Adapting, HeadAdapting, Learner, make
@@ -200,8 +200,8 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     """Print the table; return its figures."""
     parser = Parser(__doc__, device=True, out=False)
     parser.add_argument("--backbone", choices=[*BACKBONES], default="cnn4", help="default: cnn4")
-    parser.option("size", 32, "height and width of the images")
-    parser.option("way", 5, "classes per episode")
+    parser.option("size", 32, "height and width of the images", type=whole(SMALLEST))
+    parser.option("way", 5, "classes per episode", type=whole(2))
     parser.option("shot", 1, "support images per class")
     parser.option("query", 5, "query images per class")
     parser.option("tasks", 4, "episodes per meta-step")

@@ -183,8 +183,8 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     parser.option("seeds", 3, "seeds of the best learners")
     parser.option("best", 4, "learners that get all seeds")
     parser.option("most", 6, "largest number of learning rates per learner")
-    parser.add_argument("--rates", type=float, help="first learning rate of the search; default: 0.003")
-    parser.add_argument("--limit", type=float, help="seconds after which no run begins")
+    parser.option("rates", None, "first learning rate of the search", type=float, shown="0.003")
+    parser.option("limit", None, "seconds after which no run begins", type=float, shown="no limit")
     parser.option("thresholds", [0.3, 0.35, 0.4, 0.5, 0.6, 0.8, 0.9], "accuracies whose time is shown")
     args = parser.parse(given)
     keys = ("data", "size", "way", "shot", "query", "tasks", "backbone", "statistics", "augment", "rotations",

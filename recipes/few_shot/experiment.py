@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..common import Parser
+from ..common import Parser, whole
 from ..common.seeds import begin
-from .backbones import BACKBONES, STATISTICS
+from .backbones import BACKBONES, SMALLEST, STATISTICS
 from .data import DATA, load
 from .data.images import default_cache
 from .episodes import Episodes
@@ -30,8 +30,8 @@ def arguments(doc: str | None) -> Parser:
     parser.data(DATA)
     parser.add_argument("--tables", type=Path, help="folder of miniImageNet's split tables; default: --data-root")
     parser.option("cache", default_cache(), "folder of decoded images")
-    parser.add_argument("--size", type=int, help="height and width of the images; default: by data set")
-    parser.option("way", 5, "classes per episode")
+    parser.option("size", None, "height and width of the images", type=whole(SMALLEST), shown="by data set")
+    parser.option("way", 5, "classes per episode", type=whole(2))
     parser.option("shot", 1, "support images per class")
     parser.option("query", 5, "query images per class")
     parser.option("tasks", 4, "episodes per meta-step")
@@ -43,11 +43,12 @@ def arguments(doc: str | None) -> Parser:
     parser.add_argument("--outer", choices=[*OUTER], default="adam", help="outer optimizer; default: adam")
     parser.add_argument("--schedule", choices=[*SCHEDULES], default="constant", help="schedule of lr over --steps")
     parser.option("clip", 10.0, "largest norm of the gradient")
-    parser.add_argument("--steps", type=int, help="meta-steps per run; default: as many as --seconds allow")
+    parser.option("steps", None, "meta-steps per run", type=int, shown="as many as --seconds allow")
     parser.settings(
         "data", BUDGETS, seconds="seconds of meta-steps per run, CPU time on a CPU; not with --steps",
         evaluations="validations per run", episodes="episodes per validation", test_episodes="episodes of the test",
     )  # fmt: skip
+    parser.exclusive("steps", "seconds")
     return parser
 
 

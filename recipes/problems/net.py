@@ -170,7 +170,7 @@ class Search:
     def keep(self, x: Any, value: float) -> float:
         """Record a value; stop the search when the time is over."""
         passed = time.process_time() - self.start
-        if passed > self.seconds:
+        if passed > self.seconds and self.curve:  # the start is always recorded
             raise StopIteration
         if value < self.best:
             self.best, self.x = value, torch.as_tensor(x).detach().clone()

@@ -172,7 +172,7 @@ class Search:
 
     def keep(self, x: Any, value: float) -> float:
         """Record a value; stop the search when the time is over."""
-        if time.process_time() > self.end:
+        if time.process_time() > self.end and self.best < math.inf:  # the start is always recorded
             raise StopIteration
         if value < self.best:
             self.best, self.x = value, torch.as_tensor(x).detach().clone()
