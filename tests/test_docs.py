@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,9 @@ BLOCKS = {
 
 @pytest.fixture
 def namespace():
-    """The data that the example of Start assumes."""
+    """The data that the example of Start makes."""
     torch.set_default_dtype(torch.float32)
-    return start_example.data()
+    return start_example.data(PAGES[ROOT / "docs/start.md"])
 
 
 def test_readme_example_runs_and_prints_what_it_says(capsys):
@@ -34,22 +35,53 @@ def test_readme_example_runs_and_prints_what_it_says(capsys):
     (example,) = BLOCKS["README.md"]
     exec(example, {})
     share, accuracy = re.fullmatch(r"(\d+)% of the wrong .* accuracy (0\.\d+)\n", capsys.readouterr().out).groups()
-    (said,) = re.findall(r"It prints (\d+) % and (0\.\d+)\.", README)
+    (said,) = re.findall(r"It prints (\d+) % and (0\.\d+) \(", README)
     assert abs(int(share) - int(said[0])) <= 1
-    assert float(accuracy) == pytest.approx(float(said[1]), abs=0.01)
+    assert float(accuracy) == pytest.approx(float(said[1]), abs=0.0025)  # one of 497 test examples
 
 
-def test_example_of_start_runs_and_cleans(namespace):
-    _, adam, check = BLOCKS["docs/start.md"]
-    weights, wrong = start_example.run(PAGES[ROOT / "docs/start.md"], namespace)
+def test_blocks_of_start_run_as_pasted_one_after_the_other(monkeypatch, capsys):
+    *_, adam, check = BLOCKS["docs/start.md"]
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    namespace = start_example.run(PAGES[ROOT / "docs/start.md"])
+    weights, wrong = namespace["weights"].detach().clone(), namespace["wrong"]
     assert weights[~wrong].mean() > weights[wrong].mean() + 1
-    exec(adam.replace("range(1000)", "range(3)"), namespace)
+    exec(adam.replace("range(50)", "range(3)"), namespace)
     assert not torch.equal(weights, namespace["weights"])
-    assert "check_hypergradient(optimizer, upper_loss, lower_loss)" in check
+    monkeypatch.setattr(bo, "check_hypergradient", partial(bo.check_hypergradient, repeats=2, max_seconds=1))
+    exec(check, namespace)
+    assert capsys.readouterr().out.startswith("inconclusive")
+
+
+def test_the_page_of_compile_shows_why_a_loss_runs_eagerly(capsys):
+    broken, reason, mended = BLOCKS["docs/howto/compile.md"]
+    torch.set_default_dtype(torch.float32)
+    namespace = {}
+    exec(broken, namespace)
+    assert "a value is read on the host" in capsys.readouterr().out
+    with pytest.warns(bo.BilevelWarning):
+        exec(reason, namespace)
+    assert "a value is read on the host" in capsys.readouterr().out
+    exec(mended, namespace)
+
+
+@pytest.mark.parametrize("page", ["docs/speed.md", "docs/gpu.md"])
+def test_blocks_go_on_from_the_example_of_start(page, namespace):
+    """With its names and nothing else; on a CPU, and not compiled, which takes a minute."""
+    exec(BLOCKS["docs/start.md"][1].replace("range(50)", "range(1)"), namespace)
+    for name in ("bo", "torch"):
+        del namespace[name]
+    for block in BLOCKS[page]:
+        exec(
+            block.replace('"cuda"', '"cpu"').replace("optimizer.compile()", "").replace("steps=32", "steps=2"),
+            namespace,
+        )
+    assert "Start](start.md)" in PAGES[ROOT / page].split("```python")[0]
 
 
 def test_resume_runs(namespace, tmp_path):
-    exec(BLOCKS["docs/start.md"][0].replace("range(1000)", "range(3)"), namespace)
+    exec(BLOCKS["docs/start.md"][1].replace("range(50)", "range(3)"), namespace)
     namespace["path"] = tmp_path / "run.pt"
     save, load = BLOCKS["docs/howto/checkpoints.md"]
     exec(save, namespace)

@@ -22,7 +22,7 @@ LARGEST = 2**31 - 1  # of a seed or count: programs go on from their seeds, and 
 
 
 def limited(kind: Callable[[str], T], fits: Callable[[T], bool], allowed: str) -> Callable[[str], T]:
-    """Return a function that parses the values that fit; its message for any other says what is allowed."""
+    """Return a function that parses the values that fit, and names the allowed ones where it refuses another."""
 
     def parse(text: str) -> T:
         try:
