@@ -709,6 +709,7 @@ ODD = {
     "few_shot.compare": ["--limit nan", "--steps 2 --seconds 3"],
     "few_shot.benchmark": ["--way 1", "--size 15"],
     "meta_classification": ["--levels 13"],
+    "data_mixing.__main__": ["--steps 20", "--length 2", "--grid nan 0.5", "--seed -1"],
     "length_scales": ["--lr inf", "--extra -1", "--rows 1"],
     "hyper_regularization": ["--samples 0", "--data-seed -1"],
 }  # fmt: skip

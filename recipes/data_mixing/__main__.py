@@ -176,6 +176,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.option("judged", 512, "windows of the held-out part, for the final losses")
     parser.option("grid", [0.2, 0.35, 0.5, 0.65, 0.8], "shares of the first of two sources", type=share)
     args = parser.parse(arguments)
+    if args.length < 3:  # the model looks at three characters at once
+        parser.error(f"argument --length: invalid value: {args.length} (must be a whole number, at least 3)")
+    if args.steps <= args.warmup:
+        parser.error(f"argument --steps: invalid value: {args.steps} (must be above --warmup, {args.warmup})")
     ranks, start = ranks_of(args.device), time.perf_counter()
     if args.text:
         args.data, texts = args.text.resolve().name, folders(args.text, args.target)
