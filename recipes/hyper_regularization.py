@@ -203,7 +203,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.option("val", None, "validation examples", type=int, shown="all (many problems: 100)")
     parser.option("evaluations", 12, "points per curve")
     parser.option("seeds", 3, "runs with the best learning rates")
-    parser.seed("data_seed", "seed of splits, flips and temperatures")
+    parser.add_seed("data_seed", "seed of splits, flips and temperatures")
     args = parser.parse(arguments)
     many = args.tasks > 1
     fits = [name for name, method in STOCHASTIC.items() if (not method.matrices if many else not method.tasks)]

@@ -57,7 +57,6 @@ def partial_zeroth_order(
         return (ends - Vector(t.unsqueeze(0) for t in base)).lane_dot(found[0][2]), found[0][0]
 
     indirect, base, diagnostics = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
-    oracle.session.note_response(indirect)
     loss, direct, _ = found[0]
     diagnostics["direct_norm"] = direct.norm()
     _warn_of_noise(oracle, directions, diagnostics["direct_norm"], diagnostics)
@@ -103,7 +102,8 @@ def full_zeroth_order(
     loss = found[0]
     differences = diagnostics["coefficients"] * (directions.smoothing * (2 if central else 1))
     diagnostics["difference_error"] = _rounding(Vector([loss]), differences.square())
-    oracle.session.note_response(gradient)
+    if not oracle.session.found.reaches_upper:
+        oracle.session.note_reached([loss if bool(gradient.norm() != 0) else None])
     _warn_of_noise(oracle, directions, torch.zeros_like(loss), diagnostics)
     return Estimate(loss, gradient, diagnostics, lower=base)
 
@@ -153,6 +153,8 @@ def _indirect(
         coefficients, squares, sound = _together(
             oracle, ranks, directions.count, [coefficients, squares.view(-1, len(signs)), sound], common
         )
+    # More than rounding: y responds to x, whatever autograd sees of that.
+    oracle.session.note_response(_rounding(base, squares) <= ERROR_LIMIT)
     dropped = (~sound).sum()
     oracle.checks.alert_if(
         "dropped directions",

@@ -15,7 +15,6 @@ from ..distributed.sharding import Gathered
 from ..errors import warn
 from ..problem.objective import Sample
 from ..problem.values import replace
-from ..problem.vector import Vector
 from .buffers import Buffers, Kept
 from .checks import Checks
 from .evaluation import Evaluation, in_place
@@ -253,10 +252,10 @@ class Session:
         if not self.found.reaches_upper:
             self.found.reaches_upper = any(gradient is not None for gradient in gradients)
 
-    def note_response(self, indirect: Vector) -> None:
-        """Note that y responds to x if a term that is measured without derivatives is not zero."""
+    def note_response(self, responds: Tensor) -> None:
+        """Note that y responds to x, if a measurement without derivatives has shown it."""
         known = self.found.reaches_upper and "lower" not in self.found.ignores_other_level
-        if not known and not torch.compiler.is_dynamo_compiling() and bool(indirect.norm() != 0):
+        if not known and not torch.compiler.is_dynamo_compiling() and bool(responds):
             self.found.reaches_upper = True
             self.found.ignores_other_level -= {"lower"}
 

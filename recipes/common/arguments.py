@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         self.tables: dict[str, tuple[str, Mapping[str, Mapping[str, Any]]]] = {}
         self.pairs: list[tuple[str, str]] = []
         if seed:
-            self.seed()
+            self.add_seed()
         if device:
             self.add_argument("--device", type=device_name, default="cpu", help="default: cpu")
         if out:
@@ -122,7 +122,7 @@ class Parser(argparse.ArgumentParser):
         text = f"{text}{'; ' if text else ''}default: {shown or _words(default)}"
         self.add_argument(f"--{name.replace('_', '-')}", default=default, help=text.replace("%", "%%"), **options)
 
-    def seed(self, name: str = "seed", text: str = "") -> None:
+    def add_seed(self, name: str = "seed", text: str = "") -> None:
         """Add the argument of a seed."""
         self.option(name, 0, text, type=seed_number)
 

@@ -56,7 +56,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     parser = arguments(__doc__)
     parser.methods(LEARNERS, DEFAULT, "--learners")
     parser.option("lr", 3e-3, "learning rate of the outer optimizer")
-    parser.seed()
+    parser.add_seed()
     parser.add_argument("--picture", action="store_true", help="draw features of unseen classes, before and after")
     parser.add_argument("--resume", action="store_true", help="resume from the checkpoints in --out")
     args = parser.parse(given)

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [p for folder in ("howto", "explain") for p in sorted((ROOT / "docs" / folder).glob("*.md"))]
 EXAMPLES = sorted((ROOT / "docs/gallery").glob("plot_*.py"))
 NEEDED = {"lightning": "lightning", "accelerate": "accelerate"}
-# Its code goes on from the README's (tests/test_docs.py); is a program for several processes, below.
-ELSEWHERE = ("checkpoints", "ddp")
+# Two are in tests/test_docs.py: one goes on from the README's code, one shows a warning. The last is below.
+ELSEWHERE = ("checkpoints", "compile", "ddp")
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem not in ELSEWHERE], ids=lambda p: p.stem)
