@@ -684,7 +684,7 @@ def test_products_of_low_precision_are_reported_only_where_the_lower_loss_has_so
         try:
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                optimizer.step(lambda: (y - 1).square().sum(), lower)
+                optimizer.step(lambda: (A @ y - 1).square().sum(), lower)
         finally:
             options.fp32_precision = before
         assert any("the losses are computed with a precision of 0.008" in str(one.message) for one in told) == low
