@@ -188,7 +188,8 @@ class LaneLoss:
             if self._key not in session.found.redirected:
                 self._require_redirection(batch)
             parts = _each(self.oracle, self.level, self._at, batch, lanes, len(lanes[0]), shared_rng=self.shared_rng)
-        if session.found.fallback is None and session.options.at_once(len(lanes[0])) > 1:
+        new = self._key not in session.found.vmapped
+        if new and session.found.fallback is None and session.options.at_once(len(lanes[0])) > 1:
             session.found.vmapped |= {self._key}
         return torch.cat(parts)
 
