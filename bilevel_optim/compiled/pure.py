@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.sharding import Gathered
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import Write, measured
-from ..optimizer.base import BilevelOptimizer
+from ..optimizer.method import Method
 from ..optimizer.step import StepInputs, StepResults, Update
 from ..oracle.advance import advance_buffers
 from ..oracle.buffers import Buffers
@@ -74,7 +73,7 @@ class PureStep:
 
     def __init__(
         self,
-        method: BilevelOptimizer,
+        method: Method,
         here: Oracle,
         inputs: StepInputs,
         update: bool,
@@ -131,7 +130,6 @@ class PureStep:
             buffers=_COMPLETE,
             counts=dict.fromkeys(COUNTERS, 0),
             checks=Checks(),
-            gathered=Gathered(),
             buffers_skipped=len(self.buffers) > 0,
             depends_on_something=set(),
             warned=set(),

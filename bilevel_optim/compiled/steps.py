@@ -24,10 +24,10 @@ from torch.nn.modules import module
 
 from ..errors import warn
 from ..hypergradient.estimate import Write as RowWrite
-from ..optimizer.base import BilevelOptimizer
 from ..optimizer.checkpoint import OWN
 from ..optimizer.hooks import has_hooks
 from ..optimizer.lower_checks import probe
+from ..optimizer.method import Method
 from ..optimizer.options import FROM_ONE, FROM_ZERO, TRUE_OR_FALSE
 from ..optimizer.progress import STILL
 from ..optimizer.state import TABLE
@@ -292,7 +292,7 @@ class CompiledSteps:
         settings: arguments of `BilevelOptimizer.compile`.
     """
 
-    def __init__(self, optimizer: BilevelOptimizer, settings: Settings) -> None:
+    def __init__(self, optimizer: Method, settings: Settings) -> None:
         self.optimizer, self.settings = optimizer, settings
         self._entries: list[Entry] = []  # the last used first
         self._reason = ""  # why everything runs eagerly from now on
@@ -896,7 +896,7 @@ def _buffer_writes(pure: PureStep, left: Sequence[Tensor]) -> list[Write]:
     return [partial(Vector(live for live, _ in pairs).copy_, [value for _, value in pairs])] if pairs else []
 
 
-def _table(optimizer: BilevelOptimizer, pure: PureStep, place: tuple[str, str, int]) -> Tensor:
+def _table(optimizer: Method, pure: PureStep, place: tuple[str, str, int]) -> Tensor:
     """Return the live table at a place in the state."""
     level, name, i = place
     if level == "y":
@@ -907,7 +907,7 @@ def _table(optimizer: BilevelOptimizer, pure: PureStep, place: tuple[str, str, i
     return found
 
 
-def _functions(optimizer: BilevelOptimizer, sources: Sources) -> dict[str, Any]:
+def _functions(optimizer: Method, sources: Sources) -> dict[str, Any]:
     """Return the user's functions that a step evaluates, by role, and the number of terms of each loss."""
     found: dict[str, Any] = {}
     for level, objective in sources.objectives.items():

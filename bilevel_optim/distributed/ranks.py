@@ -41,6 +41,7 @@ class Ranks:
         # A weak reference: `destroy_process_group` ends the group's threads only if nothing else refers to it, and a
         # thread that still runs when Python exits aborts the process with "terminate called".
         self._group = None if group is None else weakref.ref(group)
+        self.alone = group is None
 
     @property
     def group(self) -> Any:
@@ -64,7 +65,7 @@ class Ranks:
 
     def mean(self, *results: Any) -> tuple[Any, ...]:
         """Return the mean over the ranks of tensors and vectors (sharded tensors are means already)."""
-        if self.group is None:
+        if self.alone:
             return results
         tensors = [t for r in results for t in (r if isinstance(r, Vector) else (r,)) if not is_sharded(t)]
         if not tensors:

@@ -2,98 +2,48 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from types import MappingProxyType
-from typing import Any, ClassVar, Self, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
-from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim import SGD
 
-from ..distributed.ranks import Ranks
-from ..errors import NonFiniteError
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
-from ..oracle.checks import Checks
-from ..oracle.oracle import Oracle
-from ..oracle.session import EvaluationOptions, LossFacts
-from ..problem.objective import Loss, Objective, as_objective, version_of
+from ..problem.objective import Loss, version_of
 from ..problem.parameters import (
-    LEVELS,
-    Params,
-    as_groups,
-    by_level,
-    consistently_named,
-    has_options_of_sgd,
     is_count,
     level_groups,
-    level_of,
-    names_of,
     require,
-    require_apart,
-    require_gradients,
-    require_one_level,
-    require_rates,
-    require_usable,
-    tensors_of,
 )
-from ..problem.random import draw_random_inputs
-from ..problem.tasks import LowerInit, fresh_start, task_count
+from ..problem.tasks import fresh_start
 from ..problem.vector import Vector
-from ..solvers.limits import Clip, Projection, limits_of
-from ..solvers.lower import GROWS, LED_AWAY, LowerRules
 from . import adapt, checkpoint
-from .auto_rate import AUTO, MARGIN, SMALLER, is_quiet, led_away, lower_rate, stiffened, with_measured_rates
 from .checkpoint import OWN
-from .compared import texts_of_arguments, texts_of_options
-from .declaration import UNDECLARED, MethodInfo, methods, register
 from .diagnostics import described, floats
-from .draws import Draw, DrawInputs, TaskDraw, of_tasks
 from .hooks import no_dynamo, with_hooks
 from .lower_checks import (
-    LowerChecks,
-    place_of_counts,
     probe,
-    rate_of,
-    require_optimizer,
-    require_unlimited,
-    require_update_alone,
 )
-from .lower_start import alert_if_unsolved, remembered_tasks, require_task_memory, write_lower
+from .method import Method
 from .options import (
     FROM_ONE,
-    InitVar,
-    Options,
-    choice,
-    chunk,
-    count,
-    factory,
-    flag,
-    function,
-    is_generator,
-    option,
 )
-from .placeholders import initial_state, initialises
-from .progress import DIVERGES, STILL, StepLength, step_length, watch_losses, watch_moves
-from .signatures import argument_error, explain_bad_call, signature_of
-from .state import RunState, recalled, remembered, solver_memory
-from .step import CURVATURE, FACTOR, Groups, Start, StepInputs, StepResults, Update, replace
-from .task_mean import task_mean
-from .transaction import Transaction, Write, undo_of, writes_of, writes_of_update
-from .upper_gradient import check_gradients
+from .signatures import explain_bad_call, signature_of
+from .state import remembered
+from .step import CURVATURE, Start, replace
+from .transaction import Transaction
 
 Result = TypeVar("Result")
-KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
 
 __all__ = ["BilevelOptimizer"]
 
 
-class BilevelOptimizer(Options, Optimizer, ABC):
+class BilevelOptimizer(Method):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
     It is a ``torch.optim.Optimizer``. ``param_groups`` holds the groups of the upper parameters x, then those of the
@@ -155,119 +105,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         diagnostics: tensors of the last step: ``hypergradient_norm``, and those that the method adds.
         numbers: the method's plain numbers that change from step to step, such as restart counters.
     """
-
-    upper: InitVar[Params] = option(kw_only=False)
-    lower: InitVar[Params] = option(kw_only=False)
-    lr: InitVar[float | None] = option(default=None)
-    lower_lr: InitVar[float | str | None] = option(default=AUTO)
-    lower_steps: int = count()
-    warm_start: bool = flag(default=True)
-    upper_optimizer: InitVar[Callable[[Any], Optimizer] | None] = factory(default=None)
-    lower_optimizer: InitVar[Callable[[Any], Optimizer] | None] = factory(default=None)
-    check_finite: bool = flag(default=True)
-    generator: torch.Generator | None = option(default=None, check=is_generator)
-    vectorize: InitVar[bool | int] = chunk(default=True)
-    hvp: InitVar[str] = choice("exact", "finite-difference", default="exact")
-    process_group: InitVar[Any] = option(default=None)
-    tasks_per_step: int | None = count(default=None, least=1, optional=True)
-    lower_batch: int | None = count(default=None, least=1, optional=True)
-    upper_batch: int | None = count(default=None, least=1, optional=True)
-    lower_init: LowerInit | None = function(default=None)
-    task_memory: bool = flag(default=False)
-    lower_clip: InitVar[Clip | None] = option(default=None)
-    lower_projection: InitVar[Projection | None] = option(default=None)
-
-    declared: ClassVar[MethodInfo] = UNDECLARED  # description for the tables, recipes and generic tests
-    _variant_of_state = cast("Mapping[str, Any]", MappingProxyType({}))  # a state of another variant is not loaded
-    _saved_options: ClassVar[tuple[str, ...]] = ()  # names of the options in a checkpoint
-    _one_loss = False  # True if step takes one loss, from which `_objectives` makes the two
-    _responds = True  # False if the estimate does not rely on y's response to x in the lower loss
-    _curvature_margin: ClassVar[float] = MARGIN  # with "auto", the lower rate is 1 / (margin * curvature)
-    _joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # by name: reduces stacked diagnostics of tasks
-    _fixed_rate: ClassVar[str] = ""  # why lower_lr cannot be "auto"
-    _difference_step: ClassVar[str | None] = None  # name of the option that is the step of finite differences
-    _arguments = cast("Mapping[str, str]", MappingProxyType({}))  # texts of the arguments that ranks compare
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls._saved_options = tuple([one.attribute for one in cls._options.values() if one.saved and one.attribute])
-        cls.__signature__ = signature_of(cls)  # type: ignore[attr-defined]
-        if "declared" in vars(cls):
-            register(cls)
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """Report a missing or unknown argument as the method's own, not a base class's."""
-        if arguments or options:  # copying passes none
-            try:
-                bound = cls.__signature__.bind(*arguments, **options)  # type: ignore[attr-defined]
-            except TypeError as error:
-                raise argument_error(cls, error, arguments, options, methods().values()) from None
-            if options.get("process_group") is not None:
-                bound.apply_defaults()
-                made = super().__new__(cls)
-                made._arguments = texts_of_arguments(bound.arguments)
-                return made
-        return super().__new__(cls)
-
-    def __init__(self, upper: Params, lower: Params, **options: Any) -> None:
-        values = self._checked_options({"upper": upper, "lower": lower, **options})
-        asked = values["lower_optimizer"]  # a method may put one of its own in the place of None
-        self._arrange(values)
-        for name, one in self._options.items():
-            if one.attribute is not None:
-                setattr(self, one.attribute, values[name])
-        upper_optimizer, lower_optimizer = values["upper_optimizer"], values["lower_optimizer"]
-        method = type(self).__name__
-        if upper_optimizer is not None and self.declared.upper_update:
-            raise ValueError(
-                f"Invalid upper_optimizer value: {upper_optimizer} ({method} has its own update of x: "
-                f"{self.declared.upper_update}; leave out upper_optimizer)"
-            )
-        self._upper_factory, self._lower_factory = upper_optimizer, lower_optimizer or SGD
-        for level, given in (("upper", upper_optimizer), ("lower", lower_optimizer)):
-            if given is not None:
-                require_optimizer(level, given)
-        lr = rate_of("upper", values["lr"], upper_optimizer, method)
-        lower_lr, auto = lower_rate(values["lower_lr"], self._lower_factory, asked, method, self._fixed_rate)
-        self._lower_solver: Callable[[], Any] | None = values.get("lower_solver")
-        if self.task_memory:
-            learns = type(self)._learned_start is not BilevelOptimizer._learned_start
-            require_task_memory(
-                method,
-                start="lower_init" if self.lower_init is not None else "" if self.warm_start else "warm_start=False",
-                own_rule=learns or self._one_loss or self.declared.tasks in ("rows", "required"),
-                process_group=values["process_group"],
-            )
-        if upper_optimizer is not None:
-            require_update_alone(upper_optimizer, lr)
-        self._limits = limits_of(values["lower_clip"], values["lower_projection"], interior=self._stationary)
-        self._lower_checks = LowerChecks(self._lower_factory, lower_lr)
-        self._oracle_options = EvaluationOptions(
-            values["vectorize"],
-            values["hvp"],
-            Ranks(values["process_group"]),
-            one_loss=self._one_loss,
-            responds=self._responds,
-            follows_curvature=auto,
-        )
-        self._default_lr, self._auto = {"upper": lr, "lower": lower_lr}, auto
-        self._rules, self._upper_rules = self._new_rules()
-        self._run_state = RunState()
-        self.numbers: dict[str, Any] = {}
-        self._diagnostics: dict[str, Any] = {}
-        self._placeholders = False  # True while the state holds only zeros, shaped like a first step's state
-        self._captured: Any = None  # makes the steps after `compile`
-        self._untraced_update = ""  # why a graph does not move x, if the upper optimizer is the only obstacle
-        super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
-        require_apart(self.param_groups)
-        self.param_groups[0][OWN] = b""
-        if self.declared.lower_optimizer == "none":
-            require_unlimited(self._limits, method)
-        self._lower_checks.require(self.declared.lower_optimizer)
-        if self._stationary:
-            self._lower_checks.require_at_rest()
-
-    # ------------------------------------------------------------------------------------------------ verbs
 
     @overload  # type: ignore[override]
     def step(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor: ...
@@ -563,309 +400,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         captured.say_why_eager()
         self._captured, self._untraced_update = captured, captured.why_update_is_eager()
 
-    # ------------------------------------------------------------------------------------------------ one step
-
-    def _make_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
-        """Make a step, with or without the update of x, and warn if the upper loss has grown."""
-        trend = self._run_state.upper_trend
-        if tasks is not None and self._lower_solver is not None:
-            raise ValueError(
-                "lower_solver= solves one lower problem, and a step with tasks has many; leave out tasks=, or create "
-                "the optimizer without lower_solver="
-            )
-        self._heed_options_of_sgd()
-        look = update and self._run_state.steps == STILL - 1 and self.check_finite and not self._one_loss
-        before = [Vector(self.parameters(level)).detach().clone() for level in LEVELS] if look else []
-        put_back = self._set_below() if self._sets_below(tasks) else None
-        try:
-            loss = self._made_step(upper, lower, tasks, update=update)
-        except BaseException as error:
-            if put_back is not None:
-                put_back()
-            if not isinstance(error, NonFiniteError) or error.hint or not trend.above:
-                raise
-            raise NonFiniteError(error.oracle, error.step, f"The run has diverged: {trend.text}. {DIVERGES}") from None
-        self._run_state.written = {}
-        self._watch_losses(loss, moves=update)
-        if look:
-            self._watch_moves(float(loss), before)
-        return loss
-
-    def _made_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
-        """Make a step, compiled or eager, with or without the update of x."""
-        if self._captured is not None:
-            loss: Tensor = self._captured.step(upper, lower, tasks, update)
-            return loss
-        transaction, oracle, groups = self._open_step(upper, lower)
-        with transaction:
-            inputs = self._step_inputs(oracle, groups)
-            results = self._compute(oracle, inputs, tasks, update=update)
-            transaction.conclude()
-            transaction.commit(self._step_writes(oracle, results), undo_of(self.state, oracle.live_x, oracle.live_y))
-        return results.loss
-
-    def _open_step(self, upper: Loss | None, lower: Loss | None) -> tuple[Transaction, Oracle, Groups]:
-        """Return a transaction for a step, the oracle of both losses at the current point, and the groups by level.
-
-        Ranks compare their options here; a difference ends the step on all of them.
-        """
-        ranks, groups = self._oracle_options.ranks, by_level(self.param_groups)
-        try:
-            oracle = self._oracle(upper, lower, groups=groups)
-            options = {} if ranks.group is None else self._decisive(groups)
-        except BaseException as error:
-            ranks.failed(error)
-            raise
-        oracle.session.begin(oracle.live_x, oracle.live_y, lambda: names_of(self.param_groups), options)
-        return Transaction(self.generator, oracle, self._run_state.buffers), oracle, groups
-
-    def _oracle(self, upper: Loss | None, lower: Loss | None = None, *, groups: Groups | None = None) -> Oracle:
-        """Return the oracle of both losses at the current point; ``groups`` are the groups by level, if known."""
-        require_gradients()
-        f, g = self._objectives(upper, lower)
-        groups = groups or by_level(self.param_groups)
-        x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
-        session = self._run_state.session(self._oracle_options)
-        return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
-
-    def _decisive(self, groups: Groups) -> dict[str, str]:
-        """Return the options that determine a step, besides losses, data and values, as texts by name."""
-        moved = self.declared.lower_optimizer != "none"
-        rules = {"upper": self._upper_rules, "lower": self._rules if moved else None}
-        return texts_of_options(
-            type(self), self._run_state.steps, vars(self), self._arguments, self.param_groups, groups, rules
-        )
-
-    def _step_inputs(
-        self, oracle: Oracle, groups: Groups, random_inputs: Mapping[str, Any] | None = None
-    ) -> StepInputs:
-        """Return the inputs of a step; ``random_inputs`` are drawn if None."""
-        if random_inputs is None:
-            broadcast = partial(self._oracle_options.ranks.broadcast_number, device=oracle.device)
-            random_inputs = draw_random_inputs(self._random_inputs(), self.generator, broadcast)
-        return self._inputs(groups, oracle.live_x, oracle.live_y, oracle.y, random_inputs)
-
-    def _inputs(
-        self,
-        groups: Groups,
-        x: Sequence[Tensor],
-        y: Sequence[Tensor],
-        lower: Vector | None = None,
-        random_inputs: Mapping[str, Any] = MappingProxyType({}),
-    ) -> StepInputs:
-        """Return the inputs of a step of these tensors, read from the state; ``lower`` holds y's values, if known."""
-        return StepInputs(
-            upper_groups=groups["upper"],
-            lower_groups=groups["lower"],
-            **self._remembered(x, y),
-            upper_rule=None if self._upper_rules is None else partial(self._upper_rules, groups["upper"]),
-            lower=Vector(y).detach() if lower is None else lower,
-            numbers=dict(self.numbers),
-            steps=self._run_state.steps,
-            rule=partial(self._rules, groups["lower"]),
-            generator=self.generator,
-            ranks=self._oracle_options.ranks,
-            lower_init=self.lower_init,
-            random_inputs=random_inputs,
-        )
-
-    def _remembered(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the state of these tensors that a step reads, under its names in `StepInputs`."""
-        if self._placeholders:
-            self.state.clear()
-            self._placeholders = False
-        self._run_state.follow(self.state, [p for group in self.param_groups for p in group["params"]])
-        known = remembered(self.state, y)
-        if not self.warm_start or self.lower_init is not None:
-            known["solver"] = None
-        known["upper_memory"] = recalled(self.state, x)
-        known["upper_solver"] = None if self._upper_rules is None else solver_memory(self.state, x)
-        return known
-
-    def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
-        """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
-        estimate = self._estimate(oracle, inputs, tasks)
-        advance_buffers(oracle, estimate.lower)
-        new = None
-        if update:
-            with torch.set_grad_enabled(False):
-                new = self.update(oracle.x, estimate.gradient, inputs.after(estimate))
-        return StepResults(estimate, new)
-
-    def _estimate(
-        self, oracle: Oracle, inputs: StepInputs, tasks: Any, start: Sequence[Tensor] | None = None
-    ) -> Estimate:
-        """Return the checked estimate; ``start`` replaces the usual start of lower solves."""
-        warm = self.warm_start or (tasks is None and self.lower_init is not None)  # lower_init has already written y
-        initial = None if warm else inputs.memory.get("initial")
-        if start is None and not warm:
-            start = oracle.y.clone() if initial is None else initial
-        here = oracle if start is None else oracle.at(lower=start)
-        try:
-            if tasks is not None:
-                return self._estimate_tasks(here, inputs, tasks)
-            estimate = self._checked(here, inputs, self._estimated)
-        finally:
-            oracle.session.gathered.release()
-        if warm or initial is not None:
-            return estimate
-        return replace(estimate, memory={**estimate.memory, "initial": here.y})
-
-    def _checked(self, oracle: Oracle, inputs: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
-        """Make an estimate and read its flags; make it again if the method or the lower rate reacts to them."""
-        if is_dynamo_compiling():
-            return make(oracle, inputs)
-        smaller = SMALLER if inputs.follows_curvature else 0  # remaining reductions of the lower rate
-        while True:
-            estimate, session = make(oracle, inputs), oracle.session
-            session.conclude()
-            session.warn_of_unreached(oracle.lower_names)
-            if not self.check_finite:
-                return estimate
-            try:
-                quiet = partial(is_quiet, {GROWS, LED_AWAY} if smaller else {LED_AWAY}, inputs, estimate)
-                alerts = session.checks.verify(inputs.steps, session.warned, estimate.tensors_to_check, quiet)
-                stiffer = smaller > 0 and (GROWS in alerts or (LED_AWAY in alerts and led_away(estimate)))
-            except NonFiniteError:
-                if not smaller:
-                    raise
-                stiffer = True
-            if stiffer:
-                inputs, smaller = stiffened(inputs, estimate), smaller - 1
-            elif not alerts or self._reacts_to(inputs.numbers) not in alerts:
-                return estimate
-            else:
-                oracle, inputs = self._react(oracle, inputs, estimate)
-            session.checks, session.never_reached = Checks(), None
-
-    def _estimated(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Return the estimate, with lower rates from the curvature if they follow it."""
-        curvature: Vector | None = None
-        told: dict[str, Tensor] = {}
-        if inputs.follows_curvature:
-            losses = (("upper", oracle.f), ("lower", oracle.g))
-            terms = {f"{level}_terms": own.terms for level, own in losses if own.terms}
-            draws = self._draws(replace(inputs, numbers=inputs.numbers | terms))
-            oracle, inputs, curvature, told = with_measured_rates(
-                oracle, inputs, draws, exact=self._exact_products, margin=self._curvature_margin
-            )
-        estimate = self.estimate(oracle, inputs)
-        if self._lower_solver is not None:
-            alert_if_unsolved(oracle, inputs, estimate)
-        if curvature is None:
-            return estimate
-        memory = {**estimate.memory, CURVATURE: curvature}
-        return replace(estimate, memory=memory, diagnostics={**estimate.diagnostics, **told})
-
-    @property
-    def _exact_products(self) -> bool:
-        """True if the method makes Hessian-vector products by second derivatives."""
-        return self.declared.second_order and self._oracle_options.hvp == "exact"
-
-    def _step_writes(self, oracle: Oracle, results: StepResults) -> list[Write]:
-        """Return the writes of a step's results, ``.grad`` of x included."""
-        (estimate, update), session = results, oracle.session
-        numbers = estimate.numbers if update is None else {**estimate.numbers, **update.numbers}
-        return [
-            *writes_of(self.state, oracle.live_x, oracle.live_y, estimate, update),
-            *self._result_writes(
-                measured(estimate.figures, above=KEPT),
-                numbers,
-                session.found,
-                self._run_state.after(session, estimate.loss),
-            ),
-        ]
-
-    def _result_writes(
-        self, figures: Mapping[str, Any], numbers: Mapping[str, Any], found: LossFacts, after: dict[str, Any]
-    ) -> list[Write]:
-        """Return the writes of plain numbers, diagnostics and the run state."""
-        diagnostics = {**figures, **self._static_diagnostics(self.numbers), **found.diagnostics()}
-        if self._untraced_update:
-            diagnostics["compile_fallback"] = self._untraced_update
-        return [
-            partial(vars(self).update, numbers={**self.numbers, **numbers}, _diagnostics=diagnostics),
-            partial(self._run_state.enter, after),
-        ]
-
-    def _sets_below(self, tasks: Any) -> bool:
-        """Return True if a function of the user writes y before a step."""
-        return self._lower_solver is not None or (tasks is None and self.lower_init is not None)
-
-    def _set_below(self) -> Callable[[], None]:
-        """Write y by the user's functions; return a function that restores y and the random states."""
-        return write_lower(
-            self.parameters("lower"),
-            names_of([group for group in self.param_groups if group["level"] == "lower"]),
-            self.lower_init,
-            self._lower_solver,
-            generator=self.generator,
-            one_process=self._oracle_options.ranks.group is None,
-        )
-
-    def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:
-        """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
-        if not self._one_loss and self.check_finite:
-            state, slope = self._run_state, self._slope if moves else lambda: None
-            watch_losses(state.upper_trend, state.warned, state.steps, losses, slope)
-
-    def _watch_moves(self, loss: float, before: Sequence[Vector]) -> None:
-        """Warn if x, or y under LBFGS, hardly moved, or if x overshot; ``before`` has the values before the step."""
-        if (slope := self._slope()) is None:
-            return
-        lower_optimizer, _ = self._rules.described(by_level(self.param_groups)["lower"])
-        watch_moves(
-            self._run_state.upper_trend,
-            self._run_state.warned,
-            type(self).__name__ if self.declared.family == "control" else "",
-            loss,
-            before,
-            [Vector(self.parameters(level)).detach() for level in LEVELS],
-            slope,
-            self.diagnostics.get("lower_residual") if issubclass(lower_optimizer, LBFGS) else None,
-        )
-
-    def _slope(self) -> StepLength | None:
-        """Return the gradient and the rate of x in the last step; None for sharded parameters."""
-        groups = by_level(self.param_groups)["upper"]
-        return step_length(groups, by_optimizer=self._upper_factory is not None, fixed_length=self._given_length)
-
-    # ------------------------------------------------------------------------------------------------ x alone
-
-    @torch.no_grad()
-    def _update(self) -> None:
-        """Update the upper parameters that have a ``.grad``."""
-        require_gradients()  # a state that is made in inference mode could not be changed outside
-        if initialises(self):
-            if self._run_state.steps == 0:
-                self.state.update(initial_state(self, self._oracle_options.ranks))
-                self._placeholders = bool(self.state)
-            return
-        self._heed_options_of_sgd()
-        groups = by_level(self.param_groups)
-        for group in groups["upper"]:
-            group["params"] = [p for p in group["params"] if p.grad is not None]
-        moved = [p for group in groups["upper"] for p in group["params"]]
-        check_gradients(moved, self._run_state)
-        inputs = self._inputs(groups, moved, tensors_of(groups["lower"], "lower"))
-        with Transaction(self.generator, device=moved[0].device) as transaction:
-            update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
-            transaction.commit(self._update_writes(moved, update, {}), undo_of(self.state, moved, inputs.lower))
-        self._run_state.written = {}  # our own update has changed the versions
-
-    @torch.no_grad()
-    def _update_writes_after(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Write]:
-        """Return the writes of the update of x from an estimate made elsewhere."""
-        inputs = self._inputs(by_level(self.param_groups), x, y).after(estimate)
-        return self._update_writes(x, self.update(Vector(x).detach(), estimate.gradient, inputs), estimate.numbers)
-
-    def _update_writes(self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]) -> list[Write]:
-        """Return the writes of an update of x and of plain numbers; ``numbers`` are the estimate's."""
-        writes = writes_of_update(self.state, moved, partial(self.parameters, "lower"), update)
-        return [*writes, partial(vars(self).update, numbers={**self.numbers, **numbers, **update.numbers})]
-
-    # ------------------------------------------------------------------------------------------------ results
-
     @property
     def oracle_counts(self) -> dict[str, int]:
         """Cumulative oracle calls, per sample batch."""
@@ -935,48 +469,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             plain.append(f"compiled: {self.captured_graphs} graphs")
         return ", ".join(plain)
 
-    # ------------------------------------------------------------------------------------------------ state
-
-    def parameters(self, level: str) -> list[Tensor]:
-        """Return the parameters of one level that require a gradient."""
-        groups = [group["params"] for group in self.param_groups if group["level"] == level]
-        return tensors_of([{"params": [p for params in groups for p in params if p.requires_grad]}], level)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as in ``torch.optim``, with a ``"level"``: ``"upper"`` or ``"lower"``."""
-        level = level_of(param_group)
-        if level == "lower" and self._auto and "lr" not in param_group:
-            param_group[FACTOR] = True
-        param_group.setdefault("lr", self._default_lr.get(str(level)))
-        if isinstance(param_group.get("params"), Iterator):
-            param_group["params"] = [*param_group["params"]]
-        require_one_level(param_group, self.param_groups)
-        require_usable(param_group)
-        if any(OWN in group for group in self.param_groups[:1]):  # else the constructor checks all groups at once
-            require_apart([*self.param_groups, param_group], len(self.param_groups))
-        require_rates([param_group])
-        self._heed_options_of_sgd(param_group)
-        super().add_param_group(param_group)
-        if hasattr(self, "_run_state"):
-            self._run_state.found.ranks_agree = False  # the new parameters have not been compared
-        if level == "lower" and self._stationary:
-            self._lower_checks.warn_of_decay(self.param_groups[-1])
-
-    def _heed_options_of_sgd(self, *added: dict[str, Any]) -> None:
-        """Move x by torch's SGD if an upper group has options of it; refuse them where the method makes the steps."""
-        own_updates = {
-            "upper": self.declared.upper_update and f"x: {self.declared.upper_update}",
-            "lower": "y" if self.declared.lower_optimizer == "none" else "",
-        }
-        moves_by_sgd = has_options_of_sgd((*self.param_groups, *added), own_updates, type(self).__name__)
-        if moves_by_sgd and self._upper_factory is None:
-            self._upper_factory, self._upper_rules = SGD, LowerRules(SGD)
-
-    def _new_rules(self) -> tuple[LowerRules, LowerRules | None]:
-        """Return new update rules of y and, if x has an optimizer of its own, of x; not bound to parameters yet."""
-        upper = None if self._upper_factory is None else LowerRules(self._upper_factory)
-        return LowerRules(self._lower_factory, self._limits), upper
-
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, as in ``torch.optim``.
 
@@ -1024,142 +516,3 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and added groups would take it over
-
-    # ------------------------------------------------------------------------------------------------ hooks of methods
-
-    @abstractmethod
-    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Return the improved y and the hypergradient at the oracle's point; write nothing."""
-
-    def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
-        """Return the new x; write nothing. ``inputs`` holds the groups and the state of these tensors."""
-        return inputs.step_upper(x, gradient)
-
-    def _arrange(self, options: dict[str, Any]) -> None:
-        """Check options that depend on each other, and replace those that others determine, before they are stored."""
-
-    def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
-        """Return the two objectives of a step."""
-        if upper is None or lower is None:
-            raise TypeError(
-                f"{type(self).__name__} takes both losses, upper and lower, but got only one: call "
-                "step(upper_loss, lower_loss)"
-            )
-        return as_objective(upper, "upper"), as_objective(lower, "lower")
-
-    def _draws(self, inputs: DrawInputs) -> list[Draw] | None:
-        """Return the draws of the next step without tasks from its two losses, in order; draw nothing.
-
-        An estimate that is repeated, after an alert, draws again. None if the draws are not known before the step:
-
-        * `RTMLMC` and `DLSGD` have a lower problem for each context, and no losses of their own to draw from;
-        * with ``lower_tol`` the host determines the number of lower steps from values;
-        * a method defined elsewhere need not declare them.
-        """
-        return None
-
-    def _task_draws(self, inputs: DrawInputs, sampler: Any) -> list[TaskDraw] | None:
-        """Return the draws of the next step with tasks from the sampler: the tasks, then their batches; draw nothing.
-
-        None if they are not known before the step, as for `_draws`. The draws of `RTMLMC` and `DLSGD` depend on the
-        level of each context, a random number, and come from a separate generator for each purpose.
-        """
-        draws = self._draws(replace(inputs, memory={}, tables={}))  # tasks start without the state of y
-        if draws is None:
-            return None
-        return [TaskDraw("tasks", task_count(sampler, self.tasks_per_step)), *of_tasks(draws, self._rows_per_batch)]
-
-    @property
-    def _rows_per_batch(self) -> dict[str, int | None]:
-        """Number of rows of each task's data that an evaluation of each loss draws; None: all."""
-        return {"lower": self.lower_batch, "upper": self.upper_batch}
-
-    def _random_inputs(self) -> dict[str, int]:
-        """Return the random integers that an estimate needs: name -> n, drawn uniformly from range(n)."""
-        return {}
-
-    def _lower_step_count(self, steps: int) -> int:
-        """Return the number of lower steps in the next outer step, after ``steps`` outer steps."""
-        return self.lower_steps
-
-    @property
-    def _stationary(self) -> bool:
-        """True if the estimate assumes that y is a stationary point of the lower loss, as implicit methods do."""
-        return self.declared.second_order and self.declared.lower_optimizer != "differentiable"
-
-    def _without_lookahead(self, inputs: StepInputs) -> StepInputs:
-        """Return inputs for an estimate at x itself, for a method that would estimate at a look-ahead point."""
-        return inputs
-
-    def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
-        """Return the alert after which `_react` is called and the estimate is repeated; None: no alert."""
-        return None
-
-    def _react(self, oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
-        """Return the oracle and the inputs with which the estimate is repeated after that alert."""
-        raise NotImplementedError
-
-    def _finished(self) -> bool:
-        """Return True if the run has ended, so that ``step`` only returns the last loss."""
-        return False
-
-    @property
-    def _given_length(self) -> bool:
-        """True if the length of a step of x is lr, independent of the gradient's."""
-        return False
-
-    def _static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Return diagnostics that follow from the plain numbers before a step."""
-        return {}
-
-    def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
-        """Return the mean of the estimates for the drawn tasks, computed as one problem with stacked y."""
-        self._lower_checks.require_elementwise("tasks")
-        estimate = task_mean(
-            oracle,
-            inputs,
-            sampler,
-            partial(self._checked, make=self._estimated),
-            count=task_count(sampler, self.tasks_per_step),
-            sizes=self._rows_per_batch,
-            together=self._together,
-            random_inputs=self._random_inputs(),
-            joined=self._joined,
-            remembered=remembered_tasks(sampler) if self.task_memory else None,
-        )
-        return estimate if self.warm_start else replace(estimate, lower=None)
-
-    def _together(self, tasks: int) -> list[slice]:
-        """Return slices of the drawn tasks, each solved as one stacked problem; by default one with all of them."""
-        return [slice(0, tasks)] if tasks else []
-
-    def _learned_start(self, oracle: Oracle) -> Vector:
-        """Return the initial lower parameters of a new task: the live values. Methods that learn them override this."""
-        return oracle.y
-
-    def _rows_of(self, lower: Sequence[Tensor]) -> int | None:
-        """Return the number of rows of the method's tables for these parameters; 0: one problem; None: no tables."""
-        return None
-
-    def _place_of(self, name: str, parameter: Tensor) -> torch.device | None:
-        """Return the device for a loaded entry of ``state[parameter]``; None: the device it was saved from."""
-        if not checkpoint.counts(name):
-            return parameter.device
-        group = next(group for group in self.param_groups if any([p is parameter for p in group["params"]]))
-        factory = self._upper_factory if group["level"] == "upper" else self._lower_factory
-        return None if factory is None else place_of_counts(factory, group, parameter)
-
-    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
-        """Cache key for the next step's graph, from the step count and the plain numbers; None if it must run eagerly.
-
-        The numbers include ``upper_terms`` and ``lower_terms`` of losses that are finite sums. For a method with
-        ``host_update`` the graph is that of the estimate.
-        """
-        return self._lower_step_count(steps), numbers
-
-    def _why_eager(self, tasks: Any = None) -> str:
-        """Return why steps (with these tasks) cannot be compiled; empty if they can."""
-        return "lower_solver is a function of yours" if self._lower_solver is not None else self.declared.uncaptured
-
-
-BilevelOptimizer.__signature__ = signature_of(BilevelOptimizer)  # type: ignore[attr-defined]

@@ -28,6 +28,10 @@ class Checks:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all checks, before an estimate is made again."""
         self._finite: list[tuple[str, str, list[Tensor]]] = []
         self._scalars: list[tuple[str, str, Tensor]] = []
         self._sums: list[Tensor] = []  # in a trace, a number for each tensor

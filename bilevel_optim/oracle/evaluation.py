@@ -55,7 +55,8 @@ class in_place:
             for tensor, value in zip(moved, self._values, strict=True):
                 tensor.data = value.detach()
         except BaseException:
-            _exchanged(moved, before)
+            for tensor, storage in zip(moved, before, strict=True):
+                tensor.data = storage
             raise
         self._before = before
         return self._live
@@ -64,9 +65,5 @@ class in_place:
         if isinstance(self._before, Vector):
             Vector(self._moved).copy_(self._before)
         elif self._before is not None:
-            _exchanged(self._moved, self._before)
-
-
-def _exchanged(live: Sequence[Tensor], storages: Sequence[Tensor]) -> None:
-    for tensor, storage in zip(live, storages, strict=True):
-        tensor.data = storage
+            for tensor, storage in zip(self._moved, self._before, strict=True):
+                tensor.data = storage

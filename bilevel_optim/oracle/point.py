@@ -12,8 +12,7 @@ from torch import Tensor
 from ..problem.objective import Objective, Sample, batch_kept, note_batch, require_placed
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_leaves
-from .checks import Checks
-from .session import Session, as_scalar, clear_autocast_cache
+from .session import Session, as_scalar
 
 __all__ = ["Point"]
 
@@ -48,6 +47,7 @@ class Point:
         self.f = upper_loss if isinstance(upper_loss, Objective) else Objective(upper_loss)
         self.g = lower_loss if isinstance(lower_loss, Objective) else Objective(lower_loss)
         self.session = session or Session()
+        self.checks = self.session.checks
         self.device = self.live_y[0].device
         self.sharded = any_sharded((*self.live_x, *self.live_y))
         self._features: dict[str, tuple[Sample, object, Any]] = {}  # the last ones, with their sample and x
@@ -77,7 +77,7 @@ class Point:
         other.y = self.y if lower is None else Vector(lower).detach()
         other.moved = (self.moved[0] or upper is not None, self.moved[1] or lower is not None)
         other.f, other.g, other._features = self.f, self.g, self._features
-        other.session, other.device, other.sharded = self.session, self.device, self.sharded
+        other.session, other.checks, other.device, other.sharded = self.session, self.checks, self.device, self.sharded
         return other
 
     def placed(self) -> AbstractContextManager[Sequence[Vector]]:
@@ -86,11 +86,6 @@ class Point:
         return self.session.options.evaluation(
             (self.live_x, self.live_y), (self.x if x_moved else None, self.y if y_moved else None)
         )
-
-    @property
-    def checks(self) -> Checks:
-        """The flags of the step."""
-        return self.session.checks
 
     @property
     def names(self) -> Sequence[str]:
@@ -114,21 +109,28 @@ class Point:
         self, level: str, sample: Sample, x: Sequence[Tensor], y: Sequence[Tensor], *, features: Any = None
     ) -> Tensor:
         """Return the loss as a function of the variables x and y, with a graph; raise if it depends on nothing."""
-        first = level not in self.session.found.dependency_checked
-        before = [t.grad for t in (*self.live_x, *self.live_y)] if first else []
-        loss = self.value(level, sample, features=features)
-        if first and any(t.grad is not g for t, g in zip((*self.live_x, *self.live_y), before, strict=True)):
-            for t, gradient in zip((*self.live_x, *self.live_y), before, strict=True):
-                t.grad = gradient
-            raise ValueError(CALLS_BACKWARD.format(self.session.called(level)))
+        known = level in self.session.found.dependency_checked
+        loss = self.value(level, sample, features=features) if known else self._first_value(level, sample, features)
         if level == "lower":
             self.session.lower_sample = sample
-        whole = False
-        if level not in self.session.found.dependency_checked and not self.sharded and features is None:
-            # With constant features, the graph does not show every dependence on x.
-            objective = self.f if level == "upper" else self.g
-            whole = (sample.features is None) == (objective.features is None)
+        if known and loss.requires_grad:
+            return loss
+        # With constant features, the graph does not show every dependence on x.
+        objective = self.f if level == "upper" else self.g
+        whole = not known and not self.sharded and features is None
+        whole = whole and (sample.features is None) == (objective.features is None)
         return self.session.dependent(level, loss, y, x if whole else None)
+
+    def _first_value(self, level: str, sample: Sample, features: Any) -> Tensor:
+        """Return the loss; if it sets ``.grad`` of a parameter, restore that and raise."""
+        live = (*self.live_x, *self.live_y)
+        before = [t.grad for t in live]
+        loss = self.value(level, sample, features=features)
+        if any(t.grad is not gradient for t, gradient in zip(live, before, strict=True)):
+            for t, gradient in zip(live, before, strict=True):
+                t.grad = gradient
+            raise ValueError(CALLS_BACKWARD.format(self.session.called(level)))
+        return loss
 
     def value(self, level: str, sample: Sample, *, graph: bool = True, features: Any = None) -> Tensor:
         """Return the loss on a sample at the placed point, with the sample's random numbers; raise if not a scalar.
@@ -140,11 +142,14 @@ class Point:
         else:
             part = self.call(sample.features, graph=graph) if features is None else features
             loss = self.call(sample, part, graph=graph)
+        if isinstance(loss, Tensor) and loss.dim() == 0:
+            return loss
         return as_scalar(level, loss, self.session.called(level))
 
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """Call a sample's function on its arguments, or on others, with the sample's random numbers."""
-        clear_autocast_cache(self.device)
+        if torch.is_autocast_enabled(self.device.type):  # its copies of the weights outlive the values they have
+            torch.clear_autocast_cache()
         known = self.session.found.writes_seen
         try:
             if sample.once and known and not self.sharded and graph is torch.is_grad_enabled():
@@ -217,9 +222,7 @@ class Point:
 
     def averaged(self, *results: Any) -> tuple[Any, ...]:
         """Return means over the ranks if these share the problem; otherwise the results themselves."""
-        return (
-            results if self.session.options.ranks.group is None or not self.shared else self.session.averaged(*results)
-        )
+        return results if self.session.options.ranks.alone or not self.shared else self.session.averaged(*results)
 
     # ------------------------------------------------------------------------------------------------ features
 

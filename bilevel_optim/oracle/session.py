@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .checks import Checks
 from .evaluation import Evaluation, in_place
 
 __all__ = [
-    "COUNTERS", "EvaluationOptions", "LossFacts", "LowerTrend", "Session", "as_scalar", "clear_autocast_cache",
+    "COUNTERS", "EvaluationOptions", "LossFacts", "LowerTrend", "Session", "as_scalar",
 ]  # fmt: skip
 
 _NONE = Kept({}, Buffers(complete=True))
@@ -147,7 +148,6 @@ class Session:
         buffers: module buffers that evaluations change.
         counts: oracle calls of this step.
         checks: flags to be read at its end.
-        gathered: full parameters of sharded modules.
         warned: keys of earlier warnings.
         trend: trend of lower solves; also a copy.
         buffers_skipped: whether some module would have updated buffers.
@@ -161,13 +161,17 @@ class Session:
     buffers: Buffers = field(default_factory=Buffers)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     checks: Checks = field(default_factory=Checks)
-    gathered: Gathered = field(default_factory=Gathered)
     buffers_skipped: bool = False
     lower_sample: Sample | None = None
     depends_on_something: set[str] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
     trend: LowerTrend = field(default_factory=LowerTrend)
     never_reached: set[int] | None = None
+
+    @cached_property
+    def gathered(self) -> Gathered:
+        """Full parameters of sharded modules."""
+        return Gathered()
 
     @classmethod
     def for_step(
@@ -197,7 +201,7 @@ class Session:
         self, x: Sequence[Tensor], y: Sequence[Tensor], names: Callable[[], Sequence[str]], options: Mapping[str, str]
     ) -> None:
         """Raise on all ranks unless they have the same options and, in the first step, the same parameters."""
-        if self.options.ranks.begin(options, self.found.ranks_agree):
+        if self.options.ranks.alone or self.options.ranks.begin(options, self.found.ranks_agree):
             return
         differing = self.options.ranks.differing([*x, *y])
         if differing:
@@ -216,7 +220,8 @@ class Session:
         After the first step single evaluations may leave out a tensor; one that no evaluation reaches is noted.
         """
         if self.found.reaches_lower:
-            self.note_unreached(gradients)
+            if self.never_reached is None or self.never_reached:
+                self.note_unreached(gradients)
             if not (gradients and gradients[0] is not None) and all(gradient is None for gradient in gradients):
                 raise ValueError(self.independent("lower"))
         else:
@@ -341,9 +346,3 @@ def reaches(loss: Tensor, tensors: Sequence[Tensor]) -> bool:
                 seen.add(parent)
                 stack.append(parent)
     return False
-
-
-def clear_autocast_cache(device: torch.device) -> None:
-    """Drop autocast's low-precision copies of the weights, which outlive the values that they were made from."""
-    if torch.is_autocast_enabled(device.type):
-        torch.clear_autocast_cache()

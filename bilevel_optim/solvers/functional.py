@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..problem.vector import Vector
 
-__all__ = ["Memory", "Rate", "can_be_unrolled", "descended", "rates_of", "sgd", "updated"]
+__all__ = ["Memory", "Rate", "can_be_unrolled", "rates_of", "sgd", "updated"]
 
 Memory = list[dict[str, Any]]  # an optimizer's state (momentum and the like), one dict per tensor
 COUNT, KIND = (
@@ -36,11 +36,6 @@ def rates_of(groups: Sequence[dict[str, Any]]) -> list[Rate]:
             rate = rate.detach().reshape(()) if isinstance(rate, Tensor) else float(rate)
         rates += [rate] * len(group["params"])
     return rates
-
-
-def descended(groups: Sequence[dict[str, Any]], y: Vector, gradient: Vector) -> Vector:
-    """Return y after a plain gradient step with each group's learning rate."""
-    return y.descended(gradient, rates_of(groups))
 
 
 def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:

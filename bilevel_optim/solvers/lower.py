@@ -16,7 +16,7 @@ from ..oracle.session import Session
 from ..problem.profiling import span
 from ..problem.vector import Vector, is_sharded
 from .agd import AGD
-from .functional import Memory, Rate, descended, rates_of, sgd, updated
+from .functional import Memory, Rate, rates_of, sgd, updated
 from .limits import Limits, changes
 
 __all__ = [
@@ -116,12 +116,17 @@ class LowerRule:
         groups: the lower parameter groups, with their options.
         like: tensors shaped like y, in the order of the groups' parameters: y itself, or stacked copies.
         limits: clipping and projection of every step. Default: none.
+
+    Attributes:
+        evaluates_once: a step evaluates the gradient only once (a line search may do so more often).
+        rates: learning rate of each tensor.
+        plain: the update is a gradient step and nothing else.
     """
 
     def __init__(
         self, factory: Factory, groups: Sequence[dict[str, Any]], like: Vector, limits: Limits | None = None
     ) -> None:
-        self.limits = limits or Limits()
+        self.limits, self._is_limited = limits or Limits(), bool(limits)
         single = next((p for group in groups for p in group["params"]), None)
         self.lead = like[0].dim() - single.dim() if isinstance(single, Tensor) else 0  # dimensions that number copies
         # The optimizer has tensors of its own, which hold values only during its steps.
@@ -138,7 +143,8 @@ class LowerRule:
         known = is_known(self.optimizer)
         self._kind = type(self.optimizer) if known else Optimizer
         trial = [{"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)], **_options(groups[0])}]
-        self._asks = needs_closure(self.optimizer if known else factory(trial))
+        self.evaluates_once = not needs_closure(self.optimizer if known else factory(trial))
+        self._heed_options()
 
     def follow(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over the options of the lower groups, which a scheduler may have changed."""
@@ -146,6 +152,14 @@ class LowerRule:
             for name, value in group.items():
                 if name not in _OURS:
                     own[name] = value
+        self._heed_options()
+
+    def _heed_options(self) -> None:
+        groups = self.optimizer.param_groups
+        self.rates = rates_of(groups)
+        self.plain = self._kind is SGD and not any(
+            [group["momentum"] or group["weight_decay"] or group["maximize"] for group in groups]
+        )
 
     def fits(self, groups: Sequence[dict[str, Any]], like: Vector) -> bool:
         """Return True if these groups and tensors have the sizes, types and devices that the rule was made for."""
@@ -171,25 +185,13 @@ class LowerRule:
         """Return the same update with another learning rate for each group, and other limits, for a compiled step."""
         groups = [{**own, "lr": rate} for own, rate in zip(self.optimizer.param_groups, rates, strict=True)]
         other = object.__new__(LowerRule)
-        other.limits, other.lead, other._kind, other._asks = limits or self.limits, self.lead, self._kind, self._asks
+        other.limits, other.lead, other._kind = limits or self.limits, self.lead, self._kind
+        other._is_limited = bool(other.limits)
+        other.evaluates_once = self.evaluates_once
         other._initial = self._initial
         other.optimizer = _Groups(groups, self._kind, self.optimizer.defaults)  # type: ignore[assignment]
+        other.rates, other.plain = rates_of(groups), self.plain
         return other
-
-    @property
-    def evaluates_once(self) -> bool:
-        """True if a step is known to evaluate the gradient only once (a line search may do so more often)."""
-        return not self._asks
-
-    @property
-    def plain(self) -> bool:
-        """True if the update is a gradient step and nothing else."""
-        if self._kind is not SGD:
-            return False
-        for group in self.optimizer.param_groups:
-            if group["momentum"] or group["weight_decay"] or group["maximize"]:
-                return False
-        return True
 
     def fresh(self) -> Memory:
         """Return the initial state."""
@@ -200,7 +202,7 @@ class LowerRule:
 
         ``sized``: compute the norm of the last one too.
         """
-        solved = self._limited(y, memory, gradient, sized) if self.limits else self._step(y, memory, gradient)
+        solved = self._limited(y, memory, gradient, sized) if self._is_limited else self._step(y, memory, gradient)
         if sized and solved.gradient is not None:
             solved = solved._replace(size=solved.norm(bool(self.lead)))
         return solved
@@ -214,7 +216,7 @@ class LowerRule:
         if self.limits.projection is None:
             return gradient
         rates = [torch.where(rate > 0, rate, 1.0) if isinstance(rate, Tensor) else rate or 1.0
-                 for rate in rates_of(self.optimizer.param_groups)]  # fmt: skip
+                 for rate in self.rates]  # fmt: skip
         moved = y - self.limits.projected(y.descended(gradient, rates), self.lead)
         return Vector((t / rate).to(t.dtype) for t, rate in zip(moved, rates, strict=True))
 
@@ -236,7 +238,7 @@ class LowerRule:
         groups, kind = self.optimizer.param_groups, self._kind
         if self.plain:
             _, slope = gradient(y)
-            return Solved(descended(groups, y, slope), memory, slope)
+            return Solved(y.descended(slope, self.rates), memory, slope)
         each = [group for group in groups for _ in group["params"]]
         if kind is SGD:
             _, slope = gradient(y)
@@ -248,7 +250,7 @@ class LowerRule:
                 for group, v, state in zip(each, y, memory, strict=True)
             ]
             _, slope = gradient(Vector(ahead))
-            return Solved(descended(groups, Vector(ahead), slope), [{"previous": v} for v in y], slope)
+            return Solved(Vector(ahead).descended(slope, self.rates), [{"previous": v} for v in y], slope)
         return self._by_torch(y, memory, gradient)
 
     def _by_torch(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
@@ -271,14 +273,14 @@ class LowerRule:
         last: list[Vector] = []
 
         def closure() -> Any:
-            loss, values = gradient(self._scratch.detach().clone() if self._asks else y)
+            loss, values = gradient(self._scratch.detach().clone() if not self.evaluates_once else y)
             last[:] = [values]
             for scratch, value in zip(self._scratch, values, strict=True):
                 scratch.grad = value.clone()  # the optimizer may write into it
             return loss
 
         try:
-            if self._asks:
+            if not self.evaluates_once:
                 self.optimizer.step(closure)
             else:  # hooks before the step see the gradient
                 closure()
