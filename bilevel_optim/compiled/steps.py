@@ -758,8 +758,8 @@ class CompiledSteps:
 
     # ------------------------------------------------------------------------------------------------ many steps
 
-    def run(self, upper: Loss, lower: Loss | None, tasks: Any, steps: int) -> Tensor:
-        """Make ``steps`` steps and return their losses.
+    def run(self, upper: Loss, lower: Loss | None, tasks: Any, steps: int, *, one: Callable[[], Tensor]) -> Tensor:
+        """Make ``steps`` steps and return their losses; ``one`` makes one of them by itself.
 
         Where nothing can change in between, one guarded call is followed by direct ones.
         """
@@ -770,7 +770,7 @@ class CompiledSteps:
                 found = self._run_chain(_sources(upper, lower, tasks), min(steps - done, self._most))
             if found is not None:
                 optimizer._watch_losses(found, moves=True)
-            losses.append(optimizer.step(upper, lower, tasks=tasks).reshape(1) if found is None else found)
+            losses.append(one().reshape(1) if found is None else found)
         return torch.cat(losses)
 
     def _run_chain(self, sources: Sources, most: int) -> Tensor | None:

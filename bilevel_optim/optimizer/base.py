@@ -15,24 +15,16 @@ from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
 from ..problem.objective import Loss, version_of
-from ..problem.parameters import (
-    is_count,
-    level_groups,
-    require,
-)
+from ..problem.parameters import is_count, level_groups, require
 from ..problem.tasks import fresh_start
 from ..problem.vector import Vector
 from . import adapt, checkpoint
 from .checkpoint import OWN
 from .diagnostics import described, floats
 from .hooks import no_dynamo, with_hooks
-from .lower_checks import (
-    probe,
-)
+from .lower_checks import probe
 from .method import Method
-from .options import (
-    FROM_ONE,
-)
+from .options import FROM_ONE
 from .signatures import explain_bad_call, signature_of
 from .state import remembered
 from .step import CURVATURE, Start, replace
@@ -228,7 +220,9 @@ class BilevelOptimizer(Method):
         """
         require("steps", steps, is_count(steps) and steps > 0, FROM_ONE)
         if self._captured is not None:
-            losses: Tensor = self._captured.run(upper, lower, tasks, steps)
+            losses: Tensor = self._captured.run(
+                upper, lower, tasks, steps, one=partial(self.step, upper, lower, tasks=tasks)
+            )
             return losses
         return torch.cat([self.step(upper, lower, tasks=tasks).reshape(1) for _ in range(steps)])
 
@@ -404,18 +398,6 @@ class BilevelOptimizer(Method):
     def oracle_counts(self) -> dict[str, int]:
         """Cumulative oracle calls, per sample batch."""
         return dict(self._run_state.counts)
-
-    @property
-    def diagnostics(self) -> dict[str, Any]:
-        """Tensors, plain numbers and texts of the last step, by name; norms are computed when this is read."""
-        figures = self._diagnostics
-        if any(type(value) is Vector for value in figures.values()):
-            figures.update(measured(figures))
-        return figures
-
-    @diagnostics.setter
-    def diagnostics(self, figures: dict[str, Any]) -> None:
-        self._diagnostics = figures
 
     def metrics(self) -> dict[str, float]:
         """Return the loss and the ``diagnostics`` of the last step as floats for a logger.

@@ -201,6 +201,18 @@ class Method(Options, Optimizer, ABC):
         if self._stationary:
             self._lower_checks.require_at_rest()
 
+    @property
+    def diagnostics(self) -> dict[str, Any]:
+        """Tensors, plain numbers and texts of the last step, by name; norms are computed when this is read."""
+        figures = self._diagnostics
+        if any(type(value) is Vector for value in figures.values()):
+            figures.update(measured(figures))
+        return figures
+
+    @diagnostics.setter
+    def diagnostics(self, figures: dict[str, Any]) -> None:
+        self._diagnostics = figures
+
     def _make_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
         """Make a step, with or without the update of x, and warn if the upper loss has grown."""
         trend = self._run_state.upper_trend

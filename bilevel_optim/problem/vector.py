@@ -90,9 +90,9 @@ class Vector(tuple[Tensor, ...]):
         """Return the Euclidean norm over all tensors together, accumulated as in :meth:`dot`."""
         if any_sharded(self):
             return self.dot(self).sqrt()
-        if len(self) == 1:
-            return torch.linalg.vector_norm(self[0], dtype=_accumulator(self[0]))
         parts: list[Tensor] = [torch.linalg.vector_norm(t, dtype=_accumulator(t)) for t in self]
+        if len(parts) == 1:
+            return parts[0]
         return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), device="cpu")
 
     def norms(self) -> list[Tensor]:
@@ -199,7 +199,7 @@ def as_variable(t: Tensor, needed: bool = True) -> Tensor:
 
 
 def _sum(t: Tensor, lanes: bool = False) -> Tensor:
-    dtype = torch.float64 if t.is_floating_point() and not t.is_mps else None
+    dtype = _accumulator(t)
     if not lanes:
         total = t.sum(dtype=dtype)
     else:
