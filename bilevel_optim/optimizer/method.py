@@ -86,8 +86,8 @@ __all__ = ["Method"]
 class Method(Options, Optimizer, ABC):
     """One step of a method, from its options to the writes; a subclass defines :meth:`estimate`.
 
-    A step reads its inputs, estimates, has the checks read, moves x, and returns what is to be written; nothing in
-    between writes. Eager and compiled steps are made of the same parts. `BilevelOptimizer` adds the verbs of
+    A step reads its inputs, estimates, has the checks read, moves x, and returns the writes to be made; nothing before
+    them writes. Eager and compiled steps are made of the same parts. `BilevelOptimizer` adds the verbs of
     ``torch.optim``, results and checkpoints.
     """
 
