@@ -1,12 +1,9 @@
-"""A backend of ``torch.compile`` whose programs can be called again without Dynamo."""
+"""Backends: functions that make a program from a graph."""
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch._inductor as inductor
 from torch import Tensor
@@ -14,28 +11,19 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
-from .rewrites import differentiable_twice, redirected, require_deterministic, require_unwritten
 from .small_cpu import is_understood, listed
 
-__all__ = ["Backend", "Call", "Program", "WantsConstants", "backend_of", "record_calls"]
+__all__ = ["Backend", "Program", "program_of"]
 
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
-_WATCHING = threading.local()  # `.calls`: list in which this thread's calls are recorded, or None
-
-
-class WantsConstants(Exception):
-    """A size that is an argument of the graph has to be a constant of it."""
-
 
 class Program:
-    """The innermost compiled function; it takes one list of arguments.
+    """A compiled function from a list of tensors, which it may empty, to a sequence of tensors.
 
     Args:
         call: the function.
         written: the wrapper that Inductor has generated for a CPU. The first call turns it into a `CallList`.
-        graph: its graph, if other programs are to be made from it.
-        compiled: makes a program from such a graph and example arguments.
     """
 
     _boxed_call = True  # tells AOTAutograd to pass the arguments as one list
@@ -44,85 +32,61 @@ class Program:
         self,
         call: Callable[[list[Any]], Sequence[Any]],
         written: Callable[[list[Any]], Sequence[Any]] | None = None,
-        graph: GraphModule | None = None,
-        compiled: Callable[[GraphModule, list[Tensor]], Callable[[list[Any]], Sequence[Any]]] | None = None,
     ) -> None:
-        self.call, self._written, self.graph, self.compiled = call, written, graph, compiled
+        self.call, self._written = call, written
+        self.met: list[tuple[list[Any], Sequence[Any]]] | None = None  # arguments and results of calls, while wanted
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         if self._written is not None:
             self.call, self._written = listed(self._written, arguments) or self.call, None
-        calls = getattr(_WATCHING, "calls", None)
-        if calls is None:
+        if self.met is None:
             return self.call(arguments)
         given = [*arguments]  # the list is emptied by the call
         results = self.call(arguments)
-        calls.append(Call(self, given, results))
+        self.met.append((given, results))
         return results
 
 
-class Call(NamedTuple):
-    """One call of a program."""
-
-    program: Program
-    arguments: list[Any]
-    results: Sequence[Any]
-
-
-@contextmanager
-def record_calls() -> Generator[list[Call]]:
-    """Record the program calls of this thread inside the block, with their arguments and results."""
-    calls: list[Call] = []
-    _WATCHING.calls = calls
-    try:
-        yield calls
-    finally:
-        _WATCHING.calls = None
-
-
-def backend_of(
-    backend: str | Backend,
-    mode: str | None,
-    options: dict[str, Any] | None,
-    *,
-    plain: bool = False,
-    repeated: bool = False,
-) -> Backend:
-    """Return a backend for ``torch.compile`` whose programs can be watched.
-
-    ``plain``: the step has second derivatives, so operations that have none are replaced.
-    ``repeated``: programs keep their graphs, from which programs of several steps can be made.
-    """
+def program_of(
+    backend: str | Backend, mode: str | None, options: dict[str, Any] | None
+) -> Callable[[GraphModule, list[Tensor]], Program]:
+    """Return a function that compiles a graph for example arguments."""
     settings = {**(inductor.list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
 
-    def compiled(module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-        if not all(isinstance(t, Tensor) for t in examples):
-            raise WantsConstants
-        require_deterministic(module)
-        require_unwritten(module)
-        redirected(module)
-        differentiable_twice(module, plain=plain)
+    def compiled(module: GraphModule, examples: list[Tensor]) -> Program:
         if backend != "inductor":
-            return _called(_program(module, examples, _plainly(backend)))
+            made = _plainly(backend)(module, examples)
+            return Program(lambda arguments: made(*arguments))
+        inner: list[Program] = []
 
-        def inner(part: GraphModule, own: Sequence[Any], **further: Any) -> Any:
-            graph = copy.deepcopy(part) if repeated and all(isinstance(t, Tensor) for t in own) else None
+        def compile_inner(part: GraphModule, own: Sequence[Any], **further: Any) -> Any:
             found = compile_fx_inner(part, own, **further)
             small = is_understood() and all(isinstance(t, Tensor) and t.is_cpu for t in own)
-            return Program(found, getattr(found, "current_callable", None) if small else None, graph, unrolled)
+            inner.append(Program(found, getattr(found, "current_callable", None) if small else None))
+            return inner[-1]
 
-        def unrolled(graph: GraphModule, own: list[Tensor]) -> Callable[[list[Any]], Sequence[Any]]:
-            found: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-                graph, own, inner_compile=inner, config_patches=settings or None
-            )
-            return lambda arguments: found(*arguments)
-
-        made: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-            module, examples, inner_compile=inner, config_patches=settings or None
+        whole: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+            module, examples, inner_compile=compile_inner, config_patches=settings or None
         )
-        return made
+        return _innermost(inner, whole, examples) or Program(lambda arguments: whole(*arguments))
 
     return compiled
+
+
+def _innermost(inner: Sequence[Program], whole: Callable[..., Any], examples: list[Tensor]) -> Program | None:
+    """Return the program that Inductor has made if it takes the same arguments and returns the same results."""
+    if len(inner) != 1:
+        return None
+    (program,) = inner
+    program.met = []
+    results = whole(*examples)
+    met, program.met = program.met, None
+    if len(met) != 1:
+        return None
+    given, found = met[0]
+    same = len(given) == len(examples) and len(found) == len(results)
+    same = same and all(a is b for a, b in zip(given, examples, strict=True))
+    return program if same and all(a is b for a, b in zip(found, results, strict=True)) else None
 
 
 def _plainly(backend: str | Backend) -> Backend:
@@ -130,14 +94,3 @@ def _plainly(backend: str | Backend) -> Backend:
     if backend == "eager":
         return lambda module, examples: module.forward
     return lookup_backend(backend) if isinstance(backend, str) else backend
-
-
-def _program(module: GraphModule, examples: list[Tensor], backend: Backend) -> Program:
-    made = backend(module, examples)
-    return Program(
-        lambda arguments: made(*arguments), graph=module, compiled=lambda graph, own: _program(graph, own, backend)
-    )
-
-
-def _called(program: Program) -> Callable[..., Any]:
-    return lambda *arguments: program([*arguments])

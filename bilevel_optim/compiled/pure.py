@@ -1,4 +1,4 @@
-"""The step as a pure function of losses, data, random numbers and state, which Dynamo traces as one graph."""
+"""The step as a pure function of losses, data, random numbers and state, which is traced as one graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ..oracle.checks import Checks
 from ..oracle.oracle import Oracle
 from ..oracle.session import COUNTERS, LowerTrend, Session
 from ..oracle.substitution import Substitution
-from ..problem.parameters import LEVELS
 from ..problem.values import replace
 from ..problem.vector import Vector, as_variable
 from ..solvers.limits import Limits
@@ -67,8 +66,6 @@ class PureStep:
         given: inputs of that step.
         update: whether x is updated too.
         buffers: the module buffers that evaluations change.
-        connected: whether to make every loss depend on all parameters. In Dynamo's view of a loss, a parameter is no
-            variable of it if only the user's own functions, or some of torch's (weight norms), take it.
     """
 
     def __init__(
@@ -78,10 +75,8 @@ class PureStep:
         inputs: StepInputs,
         update: bool,
         buffers: Sequence[Tensor],
-        *,
-        connected: bool = False,
     ) -> None:
-        self.method, self.update, self.buffers, self.connected = method, update, list(buffers), connected
+        self.method, self.update, self.buffers = method, update, list(buffers)
         self.live_x, self.live_y, self.names = [*here.live_x], [*here.live_y], [*here.names]
         self._found, self._options = replace(here.session.found), method._oracle_options
         self.differentiates_twice = bool(self._found.fused)
@@ -106,13 +101,10 @@ class PureStep:
         """
         method, evaluation = self.method, _Evaluation(self.buffers, state["buffers"])
         session = self._session(evaluation)
-        if self.connected:
-            live = [t for t in (*self.live_x, *self.live_y) if t.requires_grad]
-            losses = {role: _connected(own, live) if role in LEVELS else own for role, own in losses.items()}
         data = GivenData(drawn, losses)
         f, g = method._objectives(data.objective("upper"), data.objective("lower"))
-        here = Oracle(self.live_x, self.live_y, f, g, names=lambda: self.names, session=session)
-        here = here.at(state["x"], state["y"])
+        values = Vector(state["x"]), Vector(state["y"])
+        here = Oracle(self.live_x, self.live_y, f, g, names=lambda: self.names, session=session, values=values)
         given = self._inputs(state, random, losses)
         with torch.enable_grad():
             estimate = method._estimate(here, given, None if tasks is None else data.sampler(tasks))
@@ -205,17 +197,6 @@ class PureStep:
 
 
 _COMPLETE = Buffers(complete=True)
-
-
-def _connected(loss: Callable[..., Any], live: Sequence[Tensor]) -> Callable[..., Any]:
-    """Return a loss with the same values and derivatives that depends on all these tensors, as do its gradients."""
-
-    def connected(*arguments: Any) -> Any:
-        value = loss(*arguments)
-        nothing = sum([t.sum().to(value.dtype) * 0 for t in live])
-        return value + nothing * nothing
-
-    return connected
 
 
 class _Evaluation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..oracle.differentiable import plain_weight_norm
-from ..oracle.substitution import stands_for, stands_for_itself
-from ..problem.vector import as_variable
 from .reasons import UNDRAWN, Refused, place_of
 
-__all__ = ["differentiable_twice", "redirected", "require_deterministic", "require_unwritten"]
+__all__ = ["differentiable_twice", "require_deterministic", "require_unwritten"]
 
 RANDOM = {
     "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "bernoulli_",
@@ -50,13 +48,14 @@ def _attends_at_random(name: str, node: Node) -> bool:
     return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
 
 
-def require_unwritten(module: GraphModule) -> None:
-    """Raise `Refused` if a graph writes into its arguments: the eager step it is compared with has written too."""
+def require_unwritten(module: GraphModule, allowed: Sequence[Node]) -> None:
+    """Raise `Refused` if a graph writes into other inputs than ``allowed``: an eager step would write them too."""
     given: dict[int, Node] = {}  # arguments, by their values
     same: dict[Node, Node] = {}  # detached tensor -> its argument
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            given[_memory_of(node)] = node
+            if node not in allowed:
+                given[_memory_of(node)] = node
             continue
         first = node.args[0] if node.args else None
         if getattr(node.target, "__name__", node.target) == "detach" and isinstance(first, Node):
@@ -89,33 +88,6 @@ _WRITING = {
     "setitem", "__setitem__", "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod", "iand", "ior", "ixor",
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
 }  # fmt: skip
-
-
-torch.compiler.allow_in_graph([stands_for, stands_for_itself, as_variable])  # type: ignore[no-untyped-call]
-
-
-def redirected(module: GraphModule) -> None:
-    """Replace live tensors by their values in calls that torch's modes do not see.
-
-    Such calls are checkpoints, the user's functions with a derivative of their own, and some functions of torch.
-    """
-    values: dict[Node, list[Node]] = {}  # live tensor -> its values in the open blocks
-    for node in list(module.graph.nodes):
-        if node.target is stands_for:
-            value, live = node.args
-            values.setdefault(live, []).append(value)
-            node.replace_all_uses_with(value)
-            module.graph.erase_node(node)
-        elif node.target is stands_for_itself:
-            (live,) = node.args
-            values[live].pop()
-            node.replace_all_uses_with(live)
-            module.graph.erase_node(node)
-        else:
-            for live in node.all_input_nodes:
-                if values.get(live):
-                    node.replace_input_with(live, values[live][-1])
-    module.recompile()
 
 
 def differentiable_twice(module: GraphModule, *, plain: bool) -> None:

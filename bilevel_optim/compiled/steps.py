@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random as python_random
 import time
-import types
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass
@@ -18,7 +15,6 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch._dynamo as dynamo
 from torch import Tensor
-from torch._dynamo.eval_frame import remove_from_cache
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module
 
@@ -28,7 +24,7 @@ from ..optimizer.checkpoint import OWN
 from ..optimizer.hooks import has_hooks
 from ..optimizer.lower_checks import probe
 from ..optimizer.method import Method
-from ..optimizer.options import FROM_ONE, FROM_ZERO, TRUE_OR_FALSE
+from ..optimizer.options import FROM_ZERO, TRUE_OR_FALSE
 from ..optimizer.progress import STILL
 from ..optimizer.state import TABLE
 from ..optimizer.step import StepInputs, StepResults, replace
@@ -36,17 +32,19 @@ from ..optimizer.transaction import Write, make, writes_of
 from ..oracle.buffers import unnoted
 from ..oracle.oracle import Oracle
 from ..problem.objective import Loss, Objective, as_objective
-from ..problem.parameters import LEVELS, by_level, is_count, is_number, require, require_rates
+from ..problem.parameters import LEVELS, by_level, is_number, require, require_rates
 from ..problem.random import draw_random_inputs, preserve_rng
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from ..solvers.lower import is_known
 from .alone import gradients_aside, hold_tracing_lock
-from .backend import Call, Program, WantsConstants, backend_of, record_calls
-from .chain import Chain, Unchained, leaves, leaves_of, set_apart
+from .backend import program_of
+from .chain import Chain, set_apart
 from .compare import Accepted, mismatch, perturbed_by_rounding
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks, in_a_row
+from .program import Given, StepProgram, StepReader, leaves, leaves_of
 from .pure import PureStep, State, results_of, state_of
+from .reading import Unread, WantsConstants
 from .reasons import Refused, reason_of, require_no_effects
 
 __all__ = ["CompiledSteps", "Settings"]
@@ -85,7 +83,6 @@ DIFFERS = (
 )
 NOT_DYNAMIC = "Invalid {name} value: {value} (it must be None or False, because shapes are those of the data)"
 BACKEND = "Invalid {name} value: {value} (it must be the name of a backend of torch.compile, or a function)"
-_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,6 @@ class Settings:
     backend: str | Callable[..., Any] = "inductor"
     mode: str | None = None
     options: dict[str, Any] | None = None
-    unroll: int = 1
     rtol: float | None = None
     atol: float | None = None
 
@@ -105,83 +101,12 @@ class Settings:
         require("fullgraph", self.fullgraph, isinstance(self.fullgraph, bool), TRUE_OR_FALSE)
         require("dynamic", dynamic, dynamic is None or dynamic is False, NOT_DYNAMIC)
         require("backend", self.backend, isinstance(self.backend, str) or callable(self.backend), BACKEND)
-        require("unroll", self.unroll, is_count(self.unroll) and self.unroll > 0, FROM_ONE)
         for name, value in (("rtol", self.rtol), ("atol", self.atol)):
             require(name, value, value is None or (is_number(value) and 0 <= value < math.inf), FROM_ZERO)
 
 
-class _Unread(Exception):
-    """No compiled program fits."""
-
-
 class Full(Refused):
     """The limit on the number of graphs is reached."""
-
-
-class Compiled:
-    """A function compiled by ``torch.compile`` for steps whose data have one form.
-
-    Dynamo identifies code by file, line and name. By these it remembers which sizes and numbers have changed, and it
-    keeps compiled graphs until that code is removed. So each instance has code of its own.
-
-    Args:
-        pure: the step.
-        settings: arguments of `BilevelOptimizer.compile`.
-        constant: whether numbers that change are constants of a graph; otherwise they become arguments.
-
-    Attributes:
-        known: runs a compiled graph whose guards hold; raises `_Unread` if there is none.
-        read: the same, but compiles if there is none.
-        made: number of compilations.
-        chains: each program with its chain; None if its calls cannot follow each other.
-    """
-
-    def __init__(self, pure: PureStep, settings: Settings, constant: bool) -> None:
-        def step(losses: Any, tasks: Any, drawn: Any, random: Any, state: Any) -> Any:
-            if not torch.compiler.is_dynamo_compiling():
-                raise _Unread
-            return pure(losses, tasks, drawn, random, state)
-
-        code = step.__code__.replace(co_name=f"step_{next(_NUMBERS)}")
-        own = types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
-        weakref.finalize(own, remove_from_cache, code).atexit = False
-        options: dict[str, Any] = {"guard_filter_fn": _about_the_user}
-        backend = backend_of(
-            settings.backend, settings.mode, settings.options,
-            plain=pure.differentiates_twice, repeated=settings.unroll > 1,
-        )  # fmt: skip
-        self.run_known: Callable[..., Any] = dynamo.run(own)
-        self.compile_and_run: Callable[..., Any] = torch.compile(
-            own, fullgraph=True, dynamic=False if constant else None, backend=backend, options=options
-        )
-        self.compilations = 0
-        self.constant, self._live, self._times = constant, [*pure.live_x, *pure.live_y, *pure.buffers], settings.unroll
-        self.chains: list[tuple[Program, Chain | None]] = []
-
-    def chain(self, calls: Sequence[Call], given: Given, results: dict[str, Any]) -> Chain | None:
-        """Return the chain of calls like this one; None if they cannot follow each other."""
-        if len(calls) != 1:
-            return None
-        program = calls[0].program
-        for own, chain in self.chains:
-            if own is program:
-                return chain
-        try:
-            drawn = leaves_of(given.drawn, given.random)
-            found = Chain(calls[0], self._live, given.state, drawn, results, self._times)
-        except Unchained:
-            found = None
-        self.chains.append((program, found))
-        return found
-
-
-def _about_the_user(guards: Sequence[Any]) -> list[bool]:
-    """Return which guards to keep: all except those on the library's own objects, which an entry's key covers."""
-    return [guard.name != "pure" and not guard.name.startswith(("pure.", "pure[")) and _OWN not in guard.name
-            for guard in guards]  # fmt: skip
-
-
-_OWN = "__import_bilevel_optim_dot_"
 
 
 class Entry:
@@ -205,7 +130,7 @@ class Entry:
         self.draws: Sequence[Any] | None = None
         self.draw_all: Callable[[Any, Mapping[str, Tensor]], Any] | None = None
         self.pure: PureStep | None = None
-        self.compiled: list[tuple[Any, Compiled]] = []
+        self.compiled: list[tuple[Any, StepReader]] = []
         self.reasons: dict[Any, str] = {}
         self.uses = self.count = 0
 
@@ -226,11 +151,6 @@ class Entry:
             ([()] * (n * count) if (own := sources.objectives[level]).data is None else own.take(n * count), n)
             for level, n in times.items()
         ]
-
-    @property
-    def seconds(self) -> float:
-        """Time that compilations of several steps at once took."""
-        return sum(chain.seconds for _, own in self.compiled for _, chain in own.chains if chain is not None)
 
     @property
     def is_due(self) -> bool:
@@ -258,16 +178,6 @@ class Inputs(NamedTuple):
     sources: Sources
     drawn: Drawn
     random: dict[str, Tensor]
-
-
-class Given(NamedTuple):
-    """The arguments of a `PureStep`."""
-
-    losses: dict[str, Any]
-    tasks: Any
-    drawn: dict[str, list[Any]]
-    random: dict[str, Tensor]
-    state: State
 
 
 class Compared(NamedTuple):
@@ -366,7 +276,7 @@ class CompiledSteps:
         with torch.no_grad():
             try:
                 results = self._run_known(entry, self._given(inputs, self._state(entry.pure)))
-            except _Unread:
+            except Unread:
                 results = None
             if results is not None:
                 entry.uses += 1
@@ -557,19 +467,19 @@ class CompiledSteps:
             left: Sequence[Write] = []
             try:
                 self._require_compilable(oracle)
-                make = partial(PureStep, optimizer, oracle, given, update and not host, buffers)
                 if entry.pure is None:
-                    entry.pure = make()
+                    entry.pure = PureStep(optimizer, oracle, given, update and not host, buffers)
                 found = self._compared(entry, inputs, state, results, oracle)
-                if found.what and entry.uses == 1 and not entry.pure.connected:  # perhaps Dynamo missed parameters
-                    entry.pure, entry.compiled, entry.count = make(connected=True), [], 0
-                    found = self._compared(entry, inputs, state, results, oracle)
                 if found.what:
                     reason = self._reason = DIFFERS.format(found.what)
                     self._entries.clear()
                 else:
                     results, left = found.results, _buffer_writes(entry.pure, found.buffers)
             except Exception as error:
+                import os
+                import traceback
+
+                os.environ.get("DBG") and traceback.print_exc()
                 reason = reason_of(error)
                 if not isinstance(error, Full):
                     entry.reasons[code] = reason
@@ -624,23 +534,27 @@ class CompiledSteps:
         sources, drawn = inputs.sources, set_apart(inputs.drawn)
         return Given(_functions(self.optimizer, sources), sources.tasks, drawn, inputs.random, state)
 
-    def _run_known(self, entry: Entry, given: Given) -> dict[str, Any]:
-        """Run a compiled program for this step, without gradients; raise `_Unread` if none fits."""
+    def _known(self, entry: Entry, given: Given) -> tuple[StepReader, StepProgram, list[Tensor]]:
+        """Return a program for this step with its reader and its arguments; raise `Unread` if none fits."""
         try:
-            results: dict[str, Any] = entry.compiled[0][1].run_known(*given)
-            return results
-        except _Unread:
+            return entry.compiled[0][1], *entry.compiled[0][1].known(given)
+        except Unread:
             if len(entry.compiled) == 1:
                 raise
         except Exception as error:  # the losses have changed in a way that torch's guards do not see
-            raise _Unread from error
+            raise Unread from error
         form = _form(given)
-        for i, (own, compiled) in enumerate(entry.compiled):
+        for i, (own, reader) in enumerate(entry.compiled):
             if i and own == form:
-                found: dict[str, Any] = compiled.run_known(*given)
+                found = reader.known(given)
                 entry.compiled.insert(0, entry.compiled.pop(i))
-                return found
-        raise _Unread
+                return reader, *found
+        raise Unread
+
+    def _run_known(self, entry: Entry, given: Given) -> dict[str, Any]:
+        """Run a compiled program for this step, without gradients; raise `Unread` if none fits."""
+        _, program, arguments = self._known(entry, given)
+        return program.results(program(arguments))
 
     def _run_or_compile(self, entry: Entry, given: Given) -> dict[str, Any]:
         """Run a compiled program for this step; compile it now if none fits."""
@@ -650,34 +564,35 @@ class CompiledSteps:
                     results = self._run_known(entry, given)
                 entry.uses += 1
                 return results
-        except _Unread:
+        except Unread:
             pass
         if self.graphs >= MOST:
             raise Full(FULL)
         assert entry.pure is not None
         form = _form(given)
-        known = next((compiled for own, compiled in entry.compiled if own == form), None)
+        known = next((reader for own, reader in entry.compiled if own == form), None)
         if known is not None and known.compilations >= MOST_ALIKE:
             raise Refused(
                 f"a loss reads a value that keeps changing, and none of {MOST_ALIKE} graphs is for the present one: "
                 "make it a tensor, which is an input of a graph"
             )
-        compiled = known or Compiled(entry.pure, self.settings, constant=False)
+        settings = self.settings
+        backend = program_of(settings.backend, settings.mode, settings.options)
+        reader = known or StepReader(entry.pure, backend, constant=False)
         try:
-            results = self._compile(entry.pure, compiled, given)
+            results = self._compile(entry.pure, reader, given)
         except Exception as error:
-            if compiled.constant or not (known or _wants_constants(error)):
+            if reader.constant or not (known or _wants_constants(error)):
                 raise
-            compiled = Compiled(entry.pure, self.settings, constant=True)
-            results = self._compile(entry.pure, compiled, given)
-        compiled.compilations += 1
-        entry.compiled = [(form, compiled), *(pair for pair in entry.compiled if pair[0] != form)]
+            reader = StepReader(entry.pure, backend, constant=True)
+            results = self._compile(entry.pure, reader, given)
+        entry.compiled = [(form, reader), *(pair for pair in entry.compiled if pair[0] != form)]
         entry.count, entry.uses = entry.count + 1, 1
         return results
 
-    def _compile(self, pure: PureStep, compiled: Compiled, given: Given) -> dict[str, Any]:
+    def _compile(self, pure: PureStep, reader: StepReader, given: Given) -> dict[str, Any]:
         """Compile a step, and return its results."""
-        before, constant = python_random.getstate(), compiled.constant
+        before, constant = python_random.getstate(), reader.constant
         settings = {**SETTINGS, "automatic_dynamic_shapes": not constant, "specialize_float": constant}
         try:
             with (
@@ -687,14 +602,14 @@ class CompiledSteps:
                 dynamo.config.patch(**settings),
                 warnings.catch_warnings(),
                 preserve_rng(pure.live_y[0].device),
-                sdpa_kernel(SDPBackend.MATH) if pure.differentiates_twice else nullcontext(),  # Dynamo differentiates
+                sdpa_kernel(SDPBackend.MATH) if pure.differentiates_twice else nullcontext(),
                 torch.no_grad(),
             ):
                 warnings.simplefilter("always")
                 warnings.showwarning = require_no_effects
-                results: dict[str, Any] = compiled.compile_and_run(*given)
-                return results
-        except _Unread:
+                program, arguments = reader.compile(given)
+                return program.results(program(arguments))
+        except Unread:
             raise Refused(
                 "torch.compile is switched off here, or a torch dispatch mode is on: look for torch.compiler.disable, "
                 "TORCH_COMPILE_DISABLE, or a with block"
@@ -783,7 +698,7 @@ class CompiledSteps:
         most = next((k for k in range(1, most) if optimizer._graph_key(now + k, numbers) != entry.key[2]), most)
         if most < 2 or self._moves_on_host or not sources.are_lists:
             return None
-        began, place = time.monotonic() + entry.seconds, self._place(sources)
+        began, place = time.monotonic(), self._place(sources)
         try:
             found = self._follow_chain(entry, sources, most)
         except BaseException:
@@ -792,7 +707,7 @@ class CompiledSteps:
         if found is None:
             self._return_to(sources, place)
             return None
-        each = max(time.monotonic() - entry.seconds - began, 1e-9) / len(found)
+        each = max(time.monotonic() - began, 1e-9) / len(found)
         self._most = min(max(int(AT_RISK / each), 1), CHECKED_EVERY)
         return found
 
@@ -806,15 +721,18 @@ class CompiledSteps:
             return None
         given = self._given(inputs, state)
         try:
-            with torch.no_grad(), record_calls() as calls:
-                results = self._run_known(entry, given)
-        except _Unread:
+            with torch.no_grad():
+                reader, program, arguments = self._known(entry, given)
+                first = program(arguments)
+        except Unread:
             return None
-        chain = entry.compiled[0][1].chain(calls, given, results)
-        if chain is None:
-            return None
+        results = program.results(first)
+        chain = self._chain(reader, program, results, given)
+        moving = {t.untyped_storage().data_ptr() for t in (*pure.live_x, *pure.live_y, *pure.buffers)}
+        if chain is None or any(t.untyped_storage().data_ptr() in moving for t in arguments[: program.reads]):
+            return None  # a loss may read a parameter's memory, which changes when a step is written
         data, complete = self._ahead(entry, sources, chain, most - 1)
-        losses, flags, last = chain.follow(calls[0], data)
+        losses, flags, last = chain.follow(first, data)
         sound = len(losses)
         if optimizer.check_finite:
             known = optimizer._run_state.warned - {optimizer._reacts_to(optimizer.numbers)}
@@ -830,11 +748,20 @@ class CompiledSteps:
                 return None
             for _ in range(sound):
                 self._drawn(entry, sources)
-            losses, _, last = chain.follow(calls[0], data[: sound - 1])
+            losses, _, last = chain.follow(first, data[: sound - 1])
         entry.uses += sound
         with torch.no_grad():
-            self._write(entry, chain.results(last), True, sound)
+            self._write(entry, program.results(last), True, sound)
         return torch.stack(losses)
+
+    def _chain(self, reader: StepReader, program: StepProgram, results: dict[str, Any], given: Given) -> Chain | None:
+        """Return the chain of a program's calls; None if a step cannot follow before the one before is written."""
+        if program.next_state is None:
+            return None
+        if id(program) not in reader.chains:
+            reader.chains[id(program)] = Chain(program, results, leaves_of(given.drawn, given.random))
+        found: Chain = reader.chains[id(program)]
+        return found
 
     def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> tuple[list[Sequence[Any]], bool]:
         """Draw the samples of ``count`` steps, up to the first of another form; also return whether there is none."""
@@ -914,6 +841,8 @@ def _functions(optimizer: Method, sources: Sources) -> dict[str, Any]:
         found[level] = objective.loss
         if objective.features is not None:
             found[f"{level} features"] = objective.features
+            if hasattr(objective.features, "stacked"):
+                found[f"{level} features stacked"] = objective.features.stacked
         if objective.terms is not None:
             found[f"{level} terms"] = objective.terms
     if optimizer._limits.projection is not None:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+
+from ..tracing import is_tracing
 
 __all__ = ["Projected", "ball", "ceiling", "corrected", "floor", "msvr", "storm"]
 
@@ -123,7 +124,7 @@ def _replaced(
     matrices: Tensor, chosen: Tensor, new: Callable[..., Tensor], works: Tensor, *arguments: Tensor
 ) -> Tensor:
     """Replace the chosen matrices by ``new`` of the chosen ``works`` and arguments."""
-    if is_dynamo_compiling():
+    if is_tracing():
         eye = torch.eye(*works.shape[-2:], dtype=works.dtype, device=works.device)
         which = chosen.view(-1, 1, 1)
         return torch.where(which, new(torch.where(which, works, eye), *arguments), matrices)

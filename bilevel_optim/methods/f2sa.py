@@ -27,6 +27,7 @@ from ..problem.parameters import Params, is_number, require
 from ..problem.placement import constant
 from ..problem.vector import Vector, stack
 from ..solvers.lower import Solved
+from ..tracing import is_tracing
 
 __all__ = ["F2SA"]
 
@@ -350,7 +351,7 @@ class F2SA(BilevelOptimizer):
         )
 
     def _watch_rounding(self, oracle: Oracle) -> None:
-        if torch.compiler.is_dynamo_compiling():
+        if is_tracing():
             return
         unit = working_unit(oracle.y[0], oracle.session.found.products)
         if unit > ROUNDING_LIMIT * self.nu:

@@ -339,7 +339,6 @@ class BilevelOptimizer(Method):
         backend: str | Callable[..., Any] = "inductor",
         mode: str | None = None,
         options: dict[str, Any] | None = None,
-        unroll: int = 1,
         rtol: float | None = None,
         atol: float | None = None,
     ) -> None:
@@ -365,7 +364,6 @@ class BilevelOptimizer(Method):
             backend: backend of ``torch.compile``, or ``"eager"`` for the graph itself. Default: ``"inductor"``.
             mode: mode of ``torch.compile``, such as ``"reduce-overhead"`` (CUDA graphs). Default: None.
             options: options of the backend. Default: None.
-            unroll: number of steps in one graph of :meth:`run`, compiled with its first ``unroll`` steps. Default: 1.
             rtol: relative tolerance of the comparison with an eager step. It applies to the loss, the hypergradient,
                 and the norm of each vector that the step writes. Default: None, the effect of rounding.
             atol: absolute tolerance, added to the relative one. Default: None.
@@ -390,7 +388,7 @@ class BilevelOptimizer(Method):
         """
         from ..compiled.steps import CompiledSteps, Settings
 
-        captured = CompiledSteps(self, Settings(fullgraph, dynamic, backend, mode, options, unroll, rtol, atol))
+        captured = CompiledSteps(self, Settings(fullgraph, dynamic, backend, mode, options, rtol, atol))
         captured.say_why_eager()
         self._captured, self._untraced_update = captured, captured.why_update_is_eager()
 

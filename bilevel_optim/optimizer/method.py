@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.optim import LBFGS, SGD, Optimizer
 
 from ..distributed.ranks import Ranks
@@ -42,6 +41,7 @@ from ..problem.tasks import LowerInit, task_count
 from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import GROWS, LED_AWAY, LowerRules
+from ..tracing import is_tracing
 from . import checkpoint
 from .auto_rate import AUTO, MARGIN, SMALLER, is_quiet, led_away, lower_rate, stiffened, with_measured_rates
 from .checkpoint import OWN
@@ -365,7 +365,7 @@ class Method(Options, Optimizer, ABC):
 
     def _checked(self, oracle: Oracle, inputs: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
         """Make an estimate and read its flags; make it again if the method or the lower rate reacts to them."""
-        if is_dynamo_compiling():
+        if is_tracing():
             return make(oracle, inputs)
         smaller = SMALLER if inputs.follows_curvature else 0  # remaining reductions of the lower rate
         while True:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ..errors import NonFiniteError, warn
 from ..problem.vector import Vector, any_sharded
+from ..tracing import is_tracing
 
 __all__ = ["Checks"]
 
@@ -39,7 +39,7 @@ class Checks:
 
     def finite(self, oracle: str, tensors: Iterable[Tensor], hint: str = "") -> None:
         """Require that every entry of ``tensors``, results of ``oracle``, is finite."""
-        if is_dynamo_compiling():  # summed here, so that parts of a graph hand on a number, not a vector
+        if is_tracing():  # summed here, so that parts of a graph hand on a number, not a vector
             self._sums += [t.detach().sum(dtype=torch.promote_types(torch.float32, t.dtype)) for t in tensors]
             return
         self._finite.append((oracle, hint, [t.detach() if t.requires_grad else t for t in tensors]))

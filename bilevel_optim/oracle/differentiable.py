@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from ..tracing import is_tracing
+
 __all__ = [
     "has_fused",
     "has_kinks",
@@ -111,7 +113,7 @@ class twice_differentiable:
 
     def __init__(self, plain: bool = False) -> None:
         # A compiled step replaces them in its graph.
-        self._block = ExitStack() if plain and not torch.compiler.is_dynamo_compiling() else None
+        self._block = ExitStack() if plain and not is_tracing() else None
 
     def __enter__(self) -> None:
         if self._block is not None:

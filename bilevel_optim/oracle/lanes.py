@@ -71,7 +71,7 @@ def stacked(
                 loss.loss = _whole(source.loss, source.features)
         return _LaneSum(loss, None if draw is None else partial(draw, level), features)
 
-    result = Oracle(
+    return Oracle(
         oracle.live_x if own_x is None else own_x,
         own_y,
         objective("upper"),
@@ -79,8 +79,8 @@ def stacked(
         names=lambda: oracle.names,
         session=oracle.session,
         lanes=len(own_y[0]),
+        values=(oracle.x if own_x is None and oracle.moved[0] else None, None),
     )
-    return result.at(upper=oracle.x) if own_x is None and oracle.moved[0] else result
 
 
 def local_problem(oracle: Oracle) -> Oracle:

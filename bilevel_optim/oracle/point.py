@@ -39,11 +39,13 @@ class Point:
         names: Callable[[], Sequence[str]] | None = None,
         session: Session | None = None,
         lanes: int | None = None,
+        values: tuple[Vector | None, Vector | None] = (None, None),
     ) -> None:
         self.lanes, self.shared, self.weight = lanes, lanes is None, lanes or 1
         self.live_x, self.live_y = Vector(upper), Vector(lower)
-        self.x, self.y = self.live_x.detach(), self.live_y.detach()
-        self.moved = (False, False)
+        x, y = values  # those of the live tensors, if None
+        self.x, self.y = self.live_x.detach() if x is None else x, self.live_y.detach() if y is None else y
+        self.moved = (x is not None, y is not None)
         self.f = upper_loss if isinstance(upper_loss, Objective) else Objective(upper_loss)
         self.g = lower_loss if isinstance(lower_loss, Objective) else Objective(lower_loss)
         self.session = session or Session()

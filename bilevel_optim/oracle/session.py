@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..distributed.ranks import Ranks
@@ -16,6 +15,7 @@ from ..distributed.sharding import Gathered
 from ..errors import warn
 from ..problem.objective import Sample
 from ..problem.values import replace
+from ..tracing import is_tracing
 from .buffers import Buffers, Kept
 from .checks import Checks
 from .evaluation import Evaluation, in_place
@@ -260,7 +260,7 @@ class Session:
     def note_response(self, responds: Tensor) -> None:
         """Note that y responds to x, if a measurement without derivatives has shown it."""
         known = self.found.reaches_upper and "lower" not in self.found.ignores_other_level
-        if not known and not torch.compiler.is_dynamo_compiling() and bool(responds):
+        if not known and not is_tracing() and bool(responds):
             self.found.reaches_upper = True
             self.found.ignores_other_level -= {"lower"}
 
@@ -297,7 +297,7 @@ class Session:
 
     def reaching(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor]) -> Tensor:
         """Return the loss, checked once in a step to reach y (f: y or x), which the gradient of a sum does not show."""
-        if level not in self.depends_on_something and not torch.compiler.is_dynamo_compiling():
+        if level not in self.depends_on_something and not is_tracing():
             if not reaches(loss, y if level == "lower" else (*y, *x)):
                 raise ValueError(self.independent(level))
             self.depends_on_something.add(level)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Substitution", "stands_for", "stands_for_itself"]
+from ..tracing import is_tracing
+
+__all__ = ["Substitution", "replacement"]
 
 
 class Substitution(TorchFunctionMode):
@@ -26,29 +28,27 @@ class Substitution(TorchFunctionMode):
 
     def __init__(self, live: Iterable[Tensor], values: Iterable[Tensor], *, stacked: bool = True) -> None:
         super().__init__()
-        pairs = list(zip(live, values, strict=True))
-        if is_dynamo_compiling():
-            pairs = [(t, stands_for(value, t)) for t, value in pairs]
-        self._value_of = dict(pairs)  # a tensor is a key by its identity
-        self._live = [t for t, _ in pairs]
+        self._value_of = dict(zip(live, values, strict=True))  # a tensor is a key by its identity
         self._stacked = stacked
+
+    def __enter__(self) -> Self:
+        if is_tracing():
+            _STACK.values.append(self._value_of)
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if is_dynamo_compiling():
-            for t in self._live:
-                stands_for_itself(t)
+        if is_tracing():
+            _STACK.values.pop()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._stacked and func is F.batch_norm:
             func = _batch_norm_without_update
-        new, value_of = [], self._value_of  # in a loop, because Dynamo traces each call of a function by itself
-        for a in args:
-            new.append(value_of.get(a, a) if isinstance(a, Tensor) else self._new(a) if type(a) in _SEQUENCES else a)
+        new = [self._new(a) for a in args]
         kwargs = {k: self._new(a) for k, a in kwargs.items()} if kwargs else {}
-        if self._stacked and func is F.linear and len(new) > 1 and new[1] is not args[1]:
+        if self._stacked and func is F.linear and len(new) > 1 and (new[1] is not args[1] or is_tracing()):
             return _linear(*new, **kwargs)
         return func(*new, **kwargs)
 
@@ -62,13 +62,19 @@ class Substitution(TorchFunctionMode):
 _SEQUENCES = (list, tuple)
 
 
-def stands_for(value: Tensor, live: Tensor) -> Tensor:
-    """Return ``value``; marks it, in a compiled step's graph, as the replacement of ``live`` in calls no mode sees."""
-    return value
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.values: list[dict[Tensor, Tensor]] = []
 
 
-def stands_for_itself(live: Tensor) -> Tensor:
-    """Return ``live``; marks the end of its replacement by this block; that by an outer block continues."""
+_STACK = _Stack()  # in a trace, the replacements of the open blocks
+
+
+def replacement(live: Tensor) -> Tensor:
+    """Return the value that replaces a tensor in a trace; graphs of the user's functions are called with it."""
+    for values in reversed(_STACK.values):
+        if live in values:
+            return values[live]
     return live
 
 

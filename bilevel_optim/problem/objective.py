@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..pytree import tree_leaves, tree_map
+from ..tracing import is_tracing
 from .profiling import span
 from .random import (
     RandomState,
@@ -570,7 +571,7 @@ class Sample:
 
     def replayed(self, device: torch.device) -> AbstractContextManager[None]:
         """Context that replays the random numbers of the first evaluation, without effect on later draws."""
-        if torch.compiler.is_dynamo_compiling():
+        if is_tracing():
             return nullcontext()
         if self._random:
             return _replayed(device, self._random[0])

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+
+from ..tracing import is_tracing
 
 __all__ = ["constant", "to_device"]
 
@@ -22,7 +23,7 @@ def to_device(values: Tensor | Sequence[float], device: torch.device, dtype: tor
         return t.to(device)
     if not t.dim():  # an argument of the launch, also in a graph
         return torch.zeros((), dtype=t.dtype, device=device) + t
-    if is_dynamo_compiling() or not _pins(device.type):
+    if is_tracing() or not _pins(device.type):
         return t.to(device)
     return t.pin_memory().to(device, non_blocking=True)
 
@@ -37,12 +38,14 @@ def _pins(kind: str) -> bool:
 def constant(numbers: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return numbers as a cached tensor with the type and device of ``like``. Do not write into the result."""
     dtype = dtype or like.dtype
+    if is_tracing():  # a constant of the graph
+        return torch.tensor(numbers, dtype=dtype, device=like.device)
     key = *numbers, dtype, like.device
     found = _MADE.get(key)
     if found is None:
         with torch.inference_mode(False):
             found = torch.tensor(numbers, dtype=dtype, device=like.device)
-        if type(found) is Tensor and not is_dynamo_compiling():  # in a graph it is a constant
+        if type(found) is Tensor:
             if len(_MADE) >= MOST:
                 _MADE.clear()
             _MADE[key] = found

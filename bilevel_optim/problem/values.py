@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
 
 import torch
-from torch.compiler import is_dynamo_compiling
+
+from ..tracing import is_tracing
 
 __all__ = ["replace", "values"]
 
@@ -24,7 +25,7 @@ def values(cls: type[Class]) -> type[Class]:
 
 def replace(values: Values, **changes: Any) -> Values:
     """Return a copy with some fields changed, as ``dataclasses.replace`` does, at a fraction of its cost."""
-    if OLD and is_dynamo_compiling():  # Dynamo of torch 2.11 cannot read a whole __dict__
+    if OLD and is_tracing():  # Dynamo of torch 2.11 cannot read a whole __dict__
         names: tuple[str, ...] = type(values).__match_args__  # type: ignore[attr-defined]
         return type(values)(*[changes[name] if name in changes else getattr(values, name) for name in names])
     new: Values = object.__new__(type(values))

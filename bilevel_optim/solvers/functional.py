@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.optim import SGD, Optimizer
 from torch.optim.adam import adam
 from torch.overrides import TorchFunctionMode
 
 from ..problem.vector import Vector
+from ..tracing import is_tracing
 
 __all__ = ["Memory", "Rate", "can_be_unrolled", "rates_of", "sgd", "updated"]
 
@@ -75,7 +75,7 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
     if getattr(optimizer, "kind", type(optimizer)) is SGD:
         pairs = [sgd(*one) for one in zip(groups, y, memory, gradient, strict=True)]
         return [value for value, _ in pairs], [state for _, state in pairs]
-    if is_dynamo_compiling():
+    if is_tracing():
         return _adam(optimizer, groups, y, memory, gradient)
     if not can_be_unrolled(optimizer):
         raise NotImplementedError(f"{type(optimizer).__name__} has no differentiable form, so it cannot be unrolled")

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ..kernels.cg import Algebra, cg_step, iteration
 from ..problem.vector import Vector, any_sharded
+from ..tracing import is_tracing
 
 __all__ = ["LinearSolution", "cg", "direct", "fixed_point", "minres", "neumann", "neumann_term"]
 
@@ -513,7 +513,7 @@ def _relative(residual: Tensor, norm: Tensor) -> Tensor:
 
 def _host_looks(t: Tensor, k: int = 0, tol: float = 0.0) -> bool:
     """Return True if the host reads tensors before iteration k: never in a trace, and seldom if it has to wait."""
-    return not is_dynamo_compiling() and (t.is_cpu or (tol > 0 and k % 10 == 0))
+    return not is_tracing() and (t.is_cpu or (tol > 0 and k % 10 == 0))
 
 
 def _seen_done(active: Tensor | bool, k: int, tol: float) -> bool:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.optim import LBFGS, SGD, Optimizer
 
 from ..oracle.session import Session
 from ..problem.profiling import span
 from ..problem.vector import Vector, is_sharded
+from ..tracing import is_tracing
 from .agd import AGD
 from .functional import Memory, Rate, rates_of, sgd, updated
 from .limits import Limits, changes
@@ -255,7 +255,7 @@ class LowerRule:
 
     def _by_torch(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         """Make one step by the optimizer itself, on copies; in a trace by its differentiable form."""
-        if is_dynamo_compiling():
+        if is_tracing():
             if self._kind is Optimizer:
                 name = type(self.optimizer).__name__
                 raise NotImplementedError(
@@ -330,7 +330,7 @@ def _together(norms: Tensor) -> Tensor:
 
 def gradient_dot(before: Solved, last: Solved) -> Tensor | None:
     """Return the inner product of the gradients of two steps; None in a trace, so that graphs need not return them."""
-    if is_dynamo_compiling() or before.gradient is None or last.gradient is None:
+    if is_tracing() or before.gradient is None or last.gradient is None:
         return None
     return last.gradient.dot(before.gradient)
 
@@ -349,7 +349,7 @@ def watched_growth(
     session.checks.alert_if(GROWS, GROWING, _grows, first, middle, last)
     if session.options.follows_curvature:
         session.checks.alert_if(LED_AWAY, "", _led_away, first, last)
-    if not is_dynamo_compiling():
+    if not is_tracing():
         turn = first.new_zeros(()) if turn is None else turn
         session.checks.alert_if(NO_END, trend.message, trend.note_solve, first, last, turn)
     return {"lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.compiled.chain import Chain, Several
+from bilevel_optim.compiled.chain import Chain
 
 from ..problems import seeded
 
@@ -76,39 +76,22 @@ def test_lists_are_drawn_at_once(cls):
     assert at_once == 7  # all before one that is compared
 
 
-@pytest.mark.parametrize("cls", [bo.SOBA, bo.AID, bo.TTSA])
-def test_several_steps_in_one_graph(cls, monkeypatch):
-    """Losses, flags, state and positions are those of the steps, however many fit into a graph."""
-    counted, call = [], Several.__call__
-    monkeypatch.setattr(Several, "__call__", lambda own, *given: counted.append(len(given[1]) + 1) or call(own, *given))
-    chance = {"linear_steps": 2} if cls is bo.TTSA else {}
-
-    def make():
-        made = problem(cls, BATCHES[:5], tuple(BATCHES[1:4]), **chance)
-        made[0].compile(backend="eager", unroll=3)
-        return made
-
-    steps, run, at_once = one_by_one_and_at_once(make, (5, 40))
-    assert at_once > 7
-    assert set(counted) == {3}
-    for mine, theirs in zip(run, steps, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
-
-
-def test_non_finite_values_end_several_steps_in_one_graph():
-    """The steps before it stand, and the data go on where it had begun."""
+def test_non_finite_values_end_steps_in_a_row():
+    """The steps before it stand, and the data go on where they had begun; as with one step after the other."""
     ends = []
-    for unroll in (1, 3):
+    for at_once in (True, False):
         data = [b.clone() for b in BATCHES]
         optimizer, losses, x, y = problem(bo.SOBA, BATCHES[:5], data)
-        optimizer.compile(backend="eager", unroll=unroll)
+        if at_once:
+            optimizer.compile(backend="eager")
         optimizer.run(*losses, steps=10)
         data[5].fill_(torch.nan)  # 2 of a step: the draw of the fourth step from here
         with pytest.raises(bo.NonFiniteError) as caught:
             optimizer.run(*losses, steps=12)
         ends.append([x.detach(), y.detach(), caught.value.step, losses[1].state_dict()["position"]])
     assert ends[0][2:] == ends[1][2:]
-    assert all(map(torch.equal, ends[0][:2], ends[1][:2]))
+    for mine, theirs in zip(ends[0][:2], ends[1][:2], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
 
 
 def test_another_kind_of_step_ends_what_is_drawn_at_once(monkeypatch):
@@ -318,7 +301,9 @@ def test_memory_that_many_steps_share_is_not_that_of_their_results():
         second = optimizer.run(*losses, steps=40)
         assert all(map(torch.equal, held, before))
         ends.append([first, second, x.detach(), y.detach(), *before])
-    (chain,) = (chain for entry in optimizer._captured._entries for _, one in entry.compiled for _, chain in one.chains)
+    (chain,) = (
+        chain for entry in optimizer._captured._entries for _, one in entry.compiled for chain in one.chains.values()
+    )
     assert len(chain._reusing) == 3
     for one, other in zip(*ends, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)

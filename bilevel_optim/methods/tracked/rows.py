@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ...distributed.sharding import Split
 from ...hypergradient.estimate import Write
@@ -17,6 +16,7 @@ from ...hypergradient.recursive import flat, shaped
 from ...hypergradient.storm import floor
 from ...problem.placement import to_device
 from ...problem.vector import Vector
+from ...tracing import is_tracing
 
 __all__ = [
     "CHUNK",
@@ -141,7 +141,7 @@ def clock_of(found: Any, trackers: int, positions: int, *, still: bool = False) 
     if not isinstance(found, Tensor):
         return Clock(*found)
     time, log, drift, last = _taken_apart(found, trackers, positions)
-    if is_dynamo_compiling():
+    if is_tracing():
         return GraphClock(time, log, drift, last, still)
     tuples = (tuple(map(tuple, t.tolist())) for t in (drift, last))
     return Clock(int(time), tuple(log.tolist()), *tuples)

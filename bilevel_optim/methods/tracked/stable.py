@@ -97,7 +97,7 @@ class STABLE(RecursiveOptimizer):
         if not inputs.tables:
             return update
         moved = dict(zip((id(p) for group in inputs.upper_groups for p in group["params"]), update.x - x, strict=True))
-        movement = flat([moved.get(id(p), torch.zeros_like(p)) for p in self.parameters("upper")])[0]
+        movement = flat([moved[id(p)] if id(p) in moved else torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in self.parameters("upper")])[0]
         split, y = Split(inputs.lower, inputs.ranks), Vector(map(Split.local, inputs.lower))
         V, H = (Split.local(inputs.tables[name]) for name in ("V", "H"))
         m = len(H)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ...oracle.checks import Checks
+from ...tracing import is_tracing
 from .rows import Rows
 
 __all__ = ["PATIENCE", "is_large_beta", "warn_if_beta_is_large", "warn_if_floor_is_active"]
@@ -21,7 +21,7 @@ def is_large_beta(beta: float) -> bool:
 
 def warn_if_beta_is_large(checks: Checks, beta: float, steps: int) -> None:
     """Warn of a weight, in units of the fraction of tasks in a step, that makes their drawing the largest error."""
-    if steps > PATIENCE and is_large_beta(beta) and not is_dynamo_compiling():  # a graph does not know the step count
+    if steps > PATIENCE and is_large_beta(beta) and not is_tracing():  # a graph does not know the step count
         checks.alert(
             "loud beta",
             f"beta = {beta:g}, in units of the fraction of tasks in a step, makes the random choice of tasks the "

@@ -1,0 +1,322 @@
+"""A step as one program: the library's own code is traced by itself, with the user's functions as graphs in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..pytree import tree_flatten, tree_unflatten
+from ..tracing import tracing
+from .backend import Program
+from .pure import PureStep, State, following
+from .reading import Arguments, Needed, Reader, Reading, Unread, UserGraph
+
+__all__ = ["Call", "Form", "Given", "StepProgram", "StepReader", "form", "leaves", "leaves_of"]
+
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+class Given(NamedTuple):
+    """The arguments of a `PureStep`."""
+
+    losses: dict[str, Any]
+    tasks: Any
+    drawn: dict[str, list[Any]]
+    random: dict[str, Tensor]
+    state: State
+
+
+def leaves_of(drawn: Mapping[str, Sequence[Any]], random: Mapping[str, Tensor]) -> list[Any]:
+    """Return a step's samples and random inputs, in order, as leaves of a pytree."""
+    return [*leaves(drawn), *random.values()]
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return the leaves of a pytree as torch does, in a fraction of the time if its containers are plain."""
+    kind = type(value)
+    if kind is dict:
+        value, kind = value.values(), list
+    if kind is not list and kind is not tuple:
+        return [value] if value is None or isinstance(value, Tensor) else tree_flatten(value)[0]
+    found: list[Any] = []
+    for part in value:
+        if part is None or isinstance(part, Tensor):
+            found.append(part)
+        else:
+            found += leaves(part)
+    return found
+
+
+def form(t: Tensor) -> Form:
+    """Return what a program is specialised on in an argument."""
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+class Call(NamedTuple):
+    """One call of a step's program, with its arguments and its results."""
+
+    arguments: list[Tensor]
+    results: Sequence[Tensor]
+
+
+class StepProgram:
+    """A program for a step, from flat arguments to flat results.
+
+    Its arguments are what the user's functions read, then the tensors of the samples, the random inputs and the state.
+
+    Args:
+        program: the compiled function, from a list of tensors to the results that it computes.
+        arguments: the arguments that it was made for.
+        reads: number of those that the user's functions read.
+        results: leaves of the results: a tensor's place among the program's results (``("result", k)``) or its
+            arguments (``("argument", k)``), or a constant (``("constant", value)``).
+        structure: structure of the results.
+        next_state: places of the leaves of the next step's state; None if a step cannot follow at once.
+
+    Attributes:
+        forms: forms of the arguments.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        arguments: Sequence[Tensor],
+        reads: int,
+        results: Sequence[tuple[str, Any]],
+        structure: Any,
+        next_state: Sequence[tuple[str, int]] | None,
+    ) -> None:
+        self.program, self.reads = program, reads
+        self.forms = [form(t) for t in arguments]
+        self._results, self._structure = results, structure
+        self.next_state = next_state
+
+    def fits(self, arguments: Sequence[Tensor]) -> bool:
+        """Return True if these arguments have the forms that it was made for."""
+        return [form(t) for t in arguments] == self.forms
+
+    def __call__(self, arguments: list[Tensor]) -> Call:
+        """Run the program."""
+        return Call(arguments, self.program([*arguments]))
+
+    def results(self, call: Call) -> dict[str, Any]:
+        """Return the step's results from a call."""
+        kinds = {"result": call.results, "argument": call.arguments}
+        flat = [at if kind == "constant" else kinds[kind][at] for kind, at in self._results]
+        results: dict[str, Any] = tree_unflatten(flat, self._structure)
+        return results
+
+    def place(self, name: str, results: dict[str, Any]) -> tuple[str, Any]:
+        """Return the place of an entry of these results that is a tensor."""
+        for leaf, at in zip(tree_flatten(results)[0], self._results, strict=True):
+            if leaf is results[name]:
+                return at
+        raise KeyError(name)
+
+
+class StepReader:
+    """Programs for steps whose data have one form.
+
+    Args:
+        pure: the step.
+        backend: makes a program from a graph and example arguments.
+        constant: whether numbers that change are constants of a graph; otherwise they become arguments.
+    """
+
+    def __init__(self, pure: PureStep, backend: Callable[[GraphModule, list[Tensor]], Program], constant: bool) -> None:
+        self.pure, self.constant, self._backend = pure, constant, backend
+        self._live = [*pure.live_x, *pure.live_y, *pure.buffers]
+        self.readers: list[Reader] = []
+        self.programs: list[tuple[list[UserGraph], StepProgram]] = []
+        self.chains: dict[int, Any] = {}
+
+    @property
+    def compilations(self) -> int:
+        """Number of programs."""
+        return len(self.programs)
+
+    def known(self, given: Given) -> tuple[StepProgram, list[Tensor]]:
+        """Return the program for the present state of what the losses read, with its arguments; else raise `Unread`."""
+        readings = [
+            reader.known({reader.arguments.role: given.losses[reader.arguments.role]}) for reader in self.readers
+        ]
+        found = self._find(readings)
+        if found is None:
+            raise Unread
+        arguments = self._arguments(readings, given)
+        if not found.fits(arguments):
+            raise Unread
+        return found, arguments
+
+    def _find(self, readings: Sequence[Reading]) -> StepProgram | None:
+        for graphs, program in self.programs:
+            if len(graphs) == len(readings) and all(
+                [graph is reading.graph for graph, reading in zip(graphs, readings, strict=True)]
+            ):
+                return program
+        return None
+
+    def _arguments(self, readings: Sequence[Reading], given: Given) -> list[Tensor]:
+        arguments = [t for reading in readings for t in reading.tensors]
+        arguments += [t for t in leaves((given.drawn, given.random, given.state)) if isinstance(t, Tensor)]
+        return arguments
+
+    def compile(self, given: Given) -> tuple[StepProgram, list[Tensor]]:
+        """Return a program for this step, compiled now if there is none, with its arguments."""
+        readings: list[Reading] = []
+        while True:
+            for reader in self.readers[len(readings) :]:
+                readings.append(reader.compile(given.losses))
+            arguments = self._arguments(readings, given)
+            found = self._find(readings)
+            if found is not None and found.fits(arguments):
+                return found, arguments
+            try:
+                program = self._traced(readings, arguments, given)
+            except Needed as needed:
+                self._read(needed.arguments)
+                continue
+            self.programs.append(([reading.graph for reading in readings], program))
+            return program, arguments
+
+    def _read(self, arguments: Arguments) -> None:
+        self.readers.append(
+            Reader(
+                arguments,
+                self._live,
+                self.pure.buffers,
+                plain=self.pure.differentiates_twice,
+                constant=self.constant,
+            )
+        )
+
+    def _traced(self, readings: Sequence[Reading], arguments: Sequence[Tensor], given: Given) -> StepProgram:
+        """Trace the step: the library's code runs once, on tensors without values."""
+        own, structure = tree_flatten((given.drawn, given.random, given.state))
+        where = [i for i, t in enumerate(own) if isinstance(t, Tensor)]
+        reads = [len(reading.tensors) for reading in readings]
+        first = sum(reads)
+        shapes = [t.shape for t in self._live]
+        out: dict[str, Any] = {}
+
+        def step(*tensors: Tensor) -> list[Tensor]:
+            rest = iter(tensors[:first])
+            parts = [[next(rest) for _ in range(n)] for n in reads]
+            flat = list(own)
+            for i, t in zip(where, tensors[first:], strict=True):
+                flat[i] = t
+            drawn, random, state = tree_unflatten(flat, structure)
+            known = [
+                (r.arguments, reading.graph, part)
+                for r, reading, part in zip(self.readers, readings, parts, strict=True)
+            ]
+            losses = {
+                role: _Function(role, known, self._live, shapes) if callable(value) else value
+                for role, value in given.losses.items()
+            }
+            for role in losses:
+                if f"{role} stacked" in losses:
+                    losses[role].stacked = losses[f"{role} stacked"]
+            results = self.pure(losses, given.tasks, drawn, random, state)
+            flat_results, out["structure"] = tree_flatten(results)
+            given_at = {id(t): ("argument", k) for k, t in enumerate(tensors)}
+            made: dict[int, tuple[str, int]] = {}
+            returned: list[Tensor] = []
+
+            def place(leaf: Any) -> tuple[str, Any]:
+                if not isinstance(leaf, Tensor):
+                    return "constant", leaf
+                if id(leaf) in given_at:
+                    return given_at[id(leaf)]
+                if id(leaf) not in made:
+                    made[id(leaf)] = "result", len(returned)
+                    returned.append(leaf)
+                return made[id(leaf)]
+
+            out["results"] = [place(leaf) for leaf in flat_results]
+            out["next"] = self._next(state, results, place)
+            out["kept"] = results, drawn, random, state  # so that no id is used twice
+            return returned
+
+        mode = FakeTensorMode(allow_non_fake_inputs=False)
+        fakes = [mode.from_tensor(t.detach()) for t in arguments]
+        with tracing(), mode, torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
+            graph = make_fx(step)(*fakes)
+        out.pop("kept")
+        places = _simplified(graph)
+        of = {
+            "argument": lambda k: ("argument", k),
+            "result": lambda k: places[k],
+            "constant": lambda v: ("constant", v),
+        }
+        out["results"] = [of[kind](at) for kind, at in out["results"]]
+        out["next"] = out["next"] and [of[kind](at) for kind, at in out["next"]]
+        program = self._backend(graph, [t.detach() for t in arguments])
+        return StepProgram(program, arguments, first, out["results"], out["structure"], out["next"])
+
+    def _next(
+        self, state: State, results: dict[str, Any], place: Callable[[Any], tuple[str, Any]]
+    ) -> list[tuple[str, int]] | None:
+        """Return the places of the leaves of the next step's state; None if its structure differs."""
+        before, after = tree_flatten(state), tree_flatten(following(state, results))
+        if before[1] != after[1] or results["writes"] or (results["moved"] or {}).get("writes"):
+            return None
+        pairs = list(zip(before[0], after[0], strict=True))
+        if [_kind(old) for old, _ in pairs] != [_kind(new) for _, new in pairs]:
+            return None
+        return [place(new) for _, new in pairs if isinstance(new, Tensor)]
+
+
+def _kind(leaf: Any) -> Any:
+    return form(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _simplified(module: GraphModule) -> list[tuple[str, int]]:
+    """Let a graph return each tensor that it computes once; return the places of its former results."""
+    graph = module.graph
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in list(graph.nodes):
+        if node.target in _SAME:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    position = {node: ("argument", k) for k, node in enumerate(given)}
+    returned, places = [], []
+    for node in output.args[0]:
+        if node not in position:
+            position[node] = "result", len(returned)
+            returned.append(node)
+        places.append(position[node])
+    output.args = (returned,)
+    graph.eliminate_dead_code()
+    module.recompile()
+    return places
+
+
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class _Function:
+    """One of the user's functions in a trace: a graph of it, for each form of its arguments."""
+
+    def __init__(
+        self,
+        role: str,
+        known: Sequence[tuple[Arguments, UserGraph, list[Tensor]]],
+        live: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+    ) -> None:
+        self._role, self._known, self._live, self._shapes = role, known, live, shapes
+
+    def __call__(self, *arguments: Any) -> Any:
+        wanted = Arguments(self._role, arguments, self._live, self._shapes)
+        for own, graph, reads in self._known:
+            if own == wanted:
+                return graph(tree_flatten(list(arguments))[0], self._live, reads)
+        raise Needed(wanted)

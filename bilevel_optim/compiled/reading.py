@@ -1,0 +1,298 @@
+"""The user's functions as graphs: Dynamo reads each of them alone, and its guards tell when a graph is out of date."""
+
+from __future__ import annotations
+
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo as dynamo
+from torch import Tensor
+from torch._dynamo.eval_frame import remove_from_cache
+from torch.fx import GraphModule, Interpreter, Node
+
+from ..oracle.evaluation import in_place
+from ..oracle.substitution import replacement
+from ..problem.vector import Vector
+from ..pytree import tree_flatten, tree_unflatten
+from .reasons import Refused, place_of
+from .rewrites import differentiable_twice, require_deterministic, require_unwritten
+
+__all__ = ["Arguments", "Needed", "Reader", "Reading", "UserGraph", "WantsConstants", "form_of"]
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+OUTSIDE = "a loss uses a tensor with a graph from outside the loss: compute it in the loss, or detach it"
+_NUMBERS = itertools.count()
+
+
+class Unread(Exception):
+    """No graph fits the present state of what a function reads."""
+
+
+class WantsConstants(Exception):
+    """A number that is an argument of the graph has to be a constant of it."""
+
+
+def form_of(leaf: Any) -> Any:
+    """Return what a graph is specialised on: a tensor's form, the value of a plain object.
+
+    Raises:
+        Refused: for another object, which may change without a sign.
+    """
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, PLAIN):
+        return type(leaf), repr(leaf)
+    raise Refused(
+        f"a batch holds an object of {type(leaf)}, which a graph cannot take: use tensors and numbers in tuples, lists "
+        "and dicts, or register the type in torch.utils._pytree"
+    )
+
+
+class Arguments:
+    """The arguments of a user's function, without values: what a graph of it is specialised on.
+
+    Args:
+        role: what the function is for, its key among the losses.
+        arguments: its arguments; of tensors, only the forms count.
+        live: the live tensors, whose replacements may have another shape: one row of a table.
+        shapes: their own shapes.
+
+    Attributes:
+        rows: position of such a live tensor -> form of the value in its place.
+    """
+
+    def __init__(
+        self, role: str, arguments: Sequence[Any], live: Sequence[Tensor], shapes: Sequence[torch.Size]
+    ) -> None:
+        leaves, self.structure = tree_flatten(list(arguments))
+        self.role, self.grad = role, torch.is_grad_enabled()
+        self.forms = [form_of(leaf) for leaf in leaves]
+        self._plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        values = [replacement(t) for t in live]
+        self.rows = {k: form_of(values[k]) for k, shape in enumerate(shapes) if values[k].shape != shape}
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Arguments)
+            and (self.role, self.grad, self.forms, self.rows) == (other.role, other.grad, other.forms, other.rows)
+            and self.structure == other.structure
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def examples(self) -> list[Any]:
+        """Return leaves of arguments of this form."""
+        pairs = zip(self.forms, self._plain, strict=True)
+        return [example(form) if len(form) == 5 else value for form, value in pairs]
+
+
+def example(form: tuple[Any, ...]) -> Tensor:
+    """Return a tensor of this form."""
+    shape, stride, dtype, device, differentiable = form
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).requires_grad_(differentiable)
+
+
+class Needed(BaseException):  # not an Exception, so that no fallback of an evaluation catches it
+    """A trace has come to a function that has no graph yet for such arguments."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+@dataclass
+class _Output:
+    """Stands for an output of a graph while Dynamo's code puts a function's result together."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place among the live tensors (``"live"``), the arguments' leaves (``"argument"``) or other reads."""
+
+    kind: str
+    position: int
+
+
+class UserGraph:
+    """A graph of a user's function.
+
+    Args:
+        module: the graph that Dynamo has traced; None if the function computes nothing.
+        places: the place of each input of the graph.
+        result: the function's result, with `_Output` or a place in the place of each tensor.
+    """
+
+    def __init__(self, module: GraphModule | None, places: Sequence[_Place], result: Any) -> None:
+        self._module, self.places = module, places
+        self._leaves, self._structure = tree_flatten(result)
+
+    def __call__(self, arguments: Sequence[Any], live: Sequence[Tensor], reads: Sequence[Tensor]) -> Any:
+        """Return the function's result.
+
+        Args:
+            arguments: leaves of its arguments.
+            live: the live tensors, whose replacements are read.
+            reads: the other tensors that it reads.
+        """
+        of = {"argument": arguments, "live": [replacement(t) for t in live], "read": reads}
+        inputs = [of[place.kind][place.position] for place in self.places]
+        outputs = () if self._module is None else _Run(self._module).run(*inputs)
+        leaves = []
+        for leaf in self._leaves:
+            if isinstance(leaf, _Output):
+                leaves.append(outputs[leaf.place])
+            elif isinstance(leaf, _Place):
+                leaves.append(of[leaf.kind][leaf.position])
+            else:
+                leaves.append(leaf)
+        return tree_unflatten(leaves, self._structure)
+
+
+class _Run(Interpreter):
+    """Runs a graph, and tells which line of the user's code failed."""
+
+    def run_node(self, n: Node) -> Any:
+        try:
+            return super().run_node(n)
+        except Exception as error:
+            if not hasattr(error, "place"):
+                error.place = place_of(n)  # type: ignore[attr-defined]
+            raise
+
+
+class Reading(NamedTuple):
+    """One look at a user's function.
+
+    Attributes:
+        graph: its graph.
+        tensors: the tensors that it reads at present, beside its arguments and the live tensors.
+    """
+
+    graph: UserGraph
+    tensors: list[Tensor]
+
+
+class Reader:
+    """Reads a user's function for arguments of one form, by Dynamo.
+
+    Dynamo identifies code by file, line and name. By these it remembers which sizes and numbers have changed, and it
+    keeps graphs until that code is removed. So each instance has code of its own.
+
+    Args:
+        arguments: the arguments.
+        live: the tensors that a step replaces: parameters and module buffers.
+        buffers: those of them that the function may write into.
+        plain: replace operations without a right second derivative.
+        constant: whether numbers that change are constants of a graph; otherwise they become arguments.
+    """
+
+    def __init__(
+        self, arguments: Arguments, live: Sequence[Tensor], buffers: Sequence[Tensor], *, plain: bool, constant: bool
+    ) -> None:
+        self.arguments, self.constant = arguments, constant
+        self._live, self._buffers, self._differentiates_twice = live, buffers, plain
+        self._leaves = arguments.examples()
+        self._examples = tree_unflatten(self._leaves, arguments.structure)
+        rows = arguments.rows.items()
+        self._rows = [live[k] for k, _ in rows], [example(form).detach() for _, form in rows]
+        self._positions = {id(t): _Place("live", k) for k, t in enumerate(live)}
+        self._positions |= {id(t): _Place("argument", k) for k, t in enumerate(self._leaves) if isinstance(t, Tensor)}
+        self._met: tuple[GraphModule, Sequence[Tensor]] | None = None  # the graph that Dynamo has called, its inputs
+        self._graphs: list[tuple[GraphModule | None, UserGraph]] = []
+        role = arguments.role
+
+        def read(losses: Any, arguments: Any) -> Any:
+            if not torch.compiler.is_dynamo_compiling():
+                raise Unread
+            return losses[role](*arguments)
+
+        code = read.__code__.replace(co_name=f"read_{next(_NUMBERS)}")
+        own = types.FunctionType(code, read.__globals__, code.co_name, None, read.__closure__)
+        weakref.finalize(own, remove_from_cache, code).atexit = False
+        self._known: Callable[..., Any] = dynamo.run(own)
+        self._compile: Callable[..., Any] = torch.compile(
+            own,
+            fullgraph=True,
+            dynamic=False if constant else None,
+            backend=self._backend,
+            options={"guard_filter_fn": _about_the_user},
+        )
+
+    def _backend(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        if not all(isinstance(t, Tensor) for t in examples):
+            raise WantsConstants
+        require_deterministic(module)
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        outputs = tuple(_Output(k) for k in range(len(output.args[0])))
+
+        def call(*inputs: Tensor) -> Any:
+            self._met = module, inputs
+            return outputs
+
+        return call
+
+    def known(self, losses: Mapping[str, Any]) -> Reading:
+        """Look at the function; raise `Unread` if the present state has no graph yet."""
+        return self._look(self._known, losses)
+
+    def compile(self, losses: Mapping[str, Any]) -> Reading:
+        """Look at the function; let Dynamo trace it if the present state has no graph yet."""
+        return self._look(self._compile, losses)
+
+    def _look(self, function: Callable[..., Any], losses: Mapping[str, Any]) -> Reading:
+        self._met = None
+        live, values = map(Vector, self._rows)
+        with torch.set_grad_enabled(self.arguments.grad), in_place([live], [values]) if live else nullcontext():
+            result = function({self.arguments.role: losses[self.arguments.role]}, self._examples)
+        module, inputs = self._met or (None, ())
+        self._met = None
+        places, reads = [], []
+        for t in inputs:
+            place = self._positions.get(id(t))
+            if place is None:
+                if t.grad_fn is not None:
+                    raise Refused(OUTSIDE)
+                place = _Place("read", len(reads))
+                reads.append(t)
+            places.append(place)
+        for own, graph in self._graphs:
+            if own is module and graph.places == places:
+                return Reading(graph, reads)
+        if function is self._known:
+            raise Unread
+        graph = self._made(module, inputs, places, result)
+        self._graphs.append((module, graph))
+        return Reading(graph, reads)
+
+    def _made(
+        self, module: GraphModule | None, inputs: Sequence[Tensor], places: list[_Place], result: Any
+    ) -> UserGraph:
+        if module is not None:
+            given = [node for node in module.graph.nodes if node.op == "placeholder"]
+            own = {id(t) for t in self._buffers}
+            require_unwritten(module, [node for node, t in zip(given, inputs, strict=True) if id(t) in own])
+            differentiable_twice(module, plain=self._differentiates_twice)
+        leaves, structure = tree_flatten(result)
+        found = []
+        for leaf in leaves:
+            place = self._positions.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
+            if isinstance(place, Tensor):
+                raise Refused("a loss returns a tensor that it does not compute, so that a graph cannot follow it")
+            found.append(place)
+        return UserGraph(module, places, tree_unflatten(found, structure))
+
+
+def _about_the_user(guards: Sequence[Any]) -> list[bool]:
+    """Return which guards to keep: all but those on the library's own objects and on the example arguments."""
+    return [_OWN not in guard.name and not guard.name.startswith("L['arguments']") for guard in guards]
+
+
+_OWN = "__import_bilevel_optim_dot_"
