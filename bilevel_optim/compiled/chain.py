@@ -8,28 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pytree import tree_map
-from .program import Call, Form, StepProgram, form
+from .forms import form_of
+from .program import Call, StepProgram
+from .reasons import Refused
 from .small_cpu import CallList
 
-__all__ = ["Chain", "set_apart"]
+__all__ = ["Chain"]
 
-PLAIN = (bool, int, float, str, bytes, type(None))
 TURNS = 4  # most copies of the results of small steps whose memory is kept
-
-
-def set_apart(value: Any) -> Any:
-    """Detach each tensor of a pytree that needs no gradient, so that no two leaves are the same tensor."""
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return kind([part if part is None else set_apart(part) for part in value])
-    if kind is dict:
-        return {name: set_apart(part) for name, part in value.items()}
-    return _detached(value) if isinstance(value, Tensor) else tree_map(_detached, value)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
 
 
 class Chain:
@@ -37,23 +23,26 @@ class Chain:
 
     Args:
         program: the program.
-        results: results of one of its calls.
+        arguments: arguments of one of its calls.
+        results: results of that call.
         drawn: leaves of the samples of that call, from `leaves_of`.
 
     Attributes:
         data: forms of the tensors that every step draws, and the values of all else that it draws.
     """
 
-    def __init__(self, program: StepProgram, results: dict[str, Any], drawn: Sequence[Any]) -> None:
+    def __init__(
+        self, program: StepProgram, arguments: Sequence[Tensor], results: dict[str, Any], drawn: Sequence[Any]
+    ) -> None:
         assert program.next_state is not None
         self.program = program
         self._loss, self._flags = (program.place(name, results)[1] for name in ("loss", "flags"))
-        first = len(program.forms) - len(program.next_state)
+        first = len(arguments) - len(program.next_state)
         pairs = list(enumerate(program.next_state, first))
         self._from_results = [(j, k) for j, (kind, k) in pairs if kind == "result"]
         self._from_arguments = [(j, k) for j, (kind, k) in pairs if kind == "argument" and j != k]
         self._tensors = [k for k, leaf in enumerate(drawn) if isinstance(leaf, Tensor)]
-        self.data = [form(leaf) if isinstance(leaf, Tensor) else leaf for leaf in drawn]
+        self.data = [form_of(leaf) for leaf in drawn]
         self._alike: dict[tuple[int, int, int], bool] = {}
         self._reusing: Sequence[CallList] | None = None  # the program again, with results that keep their memory
 
@@ -62,7 +51,7 @@ class Chain:
         key = first, place, count
         if key not in self._alike:
             mine, others = self.data[first : first + count], self.data[place : place + count]
-            self._alike[key] = len(mine) == len(others) and all(map(_same_form, mine, others))
+            self._alike[key] = mine == others
         return self._alike[key]
 
     def fits(self, drawn: Sequence[Any], place: int | None = None) -> bool:
@@ -70,10 +59,11 @@ class Chain:
 
         ``place``: the samples are only a part of a step's, from this position on.
         """
-        if place is None:
-            return len(drawn) == len(self.data) and all(map(_has_form, drawn, self.data))
-        wanted = self.data[place : place + len(drawn)]
-        return len(drawn) == len(wanted) and all(map(_has_form, drawn, wanted))
+        wanted = self.data if place is None else self.data[place : place + len(drawn)]
+        try:
+            return [form_of(leaf) for leaf in drawn] == wanted
+        except Refused:
+            return False
 
     def follow(self, first: Call, data: Sequence[Sequence[Any]]) -> tuple[list[Tensor], list[Tensor], Call]:
         """Return losses and flags of the first call and of a call for each element of ``data``, and the last call."""
@@ -118,20 +108,3 @@ class Chain:
 
 def _storage(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
-
-
-def _same_form(one: Any, other: Any) -> bool:
-    """Return True if all samples that have one form have the other: forms of tensors, or None."""
-    return one is other is None or (type(one) is type(other) is tuple and one == other)
-
-
-def _has_form(leaf: Any, wanted: Form | Any) -> bool:
-    if leaf is None:
-        return wanted is None
-    if isinstance(leaf, Tensor):
-        if type(wanted) is not tuple or len(wanted) != 4:
-            return False
-        size, stride, kind, device = wanted
-        return bool(leaf.shape == size and leaf.dtype is kind and leaf.stride() == stride and leaf.device == device)
-    # Other objects may compare equal without being so, or hold another tensor at each step.
-    return type(leaf) is type(wanted) and isinstance(leaf, PLAIN) and repr(leaf) == repr(wanted)

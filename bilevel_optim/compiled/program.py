@@ -14,48 +14,43 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ..pytree import tree_flatten, tree_unflatten
 from ..tracing import tracing
 from .backend import Program
+from .forms import form_of, leaves
 from .pure import PureStep, State, following
 from .reading import Arguments, Needed, Reader, Reading, Unread, UserGraph
 
-__all__ = ["Call", "Form", "Given", "StepProgram", "StepReader", "form", "leaves", "leaves_of"]
-
-Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+__all__ = ["Call", "Given", "StepProgram", "StepReader", "leaves_of"]
 
 
-class Given(NamedTuple):
-    """The arguments of a `PureStep`."""
+class Given:
+    """The arguments of a `PureStep`.
 
-    losses: dict[str, Any]
-    tasks: Any
-    drawn: dict[str, list[Any]]
-    random: dict[str, Tensor]
-    state: State
+    Args:
+        losses: the user's functions, by role.
+        tasks: the task sampler, if there is one.
+        drawn: samples, by source.
+        random: random inputs.
+        state: the state that the step reads.
+
+    Attributes:
+        form: all of them but the values of their tensors, and the losses.
+        tensors: the tensors of the samples, the random inputs and the state, in order.
+    """
+
+    def __init__(
+        self, losses: dict[str, Any], tasks: Any, drawn: dict[str, list[Any]], random: dict[str, Tensor], state: State
+    ) -> None:
+        self.losses, self.tasks, self.drawn, self.random, self.state = losses, tasks, drawn, random, state
+        self.tensors: list[Tensor] = []
+        self.form = form_of((drawn, random, state), self.tensors)
+
+    def at(self, **state: Any) -> Given:
+        """Return the same arguments with other entries of the state."""
+        return Given(self.losses, self.tasks, self.drawn, self.random, {**self.state, **state})
 
 
 def leaves_of(drawn: Mapping[str, Sequence[Any]], random: Mapping[str, Tensor]) -> list[Any]:
     """Return a step's samples and random inputs, in order, as leaves of a pytree."""
     return [*leaves(drawn), *random.values()]
-
-
-def leaves(value: Any) -> list[Any]:
-    """Return the leaves of a pytree as torch does, in a fraction of the time if its containers are plain."""
-    kind = type(value)
-    if kind is dict:
-        value, kind = value.values(), list
-    if kind is not list and kind is not tuple:
-        return [value] if value is None or isinstance(value, Tensor) else tree_flatten(value)[0]
-    found: list[Any] = []
-    for part in value:
-        if part is None or isinstance(part, Tensor):
-            found.append(part)
-        else:
-            found += leaves(part)
-    return found
-
-
-def form(t: Tensor) -> Form:
-    """Return what a program is specialised on in an argument."""
-    return t.shape, t.stride(), t.dtype, t.device
 
 
 class Call(NamedTuple):
@@ -72,34 +67,24 @@ class StepProgram:
 
     Args:
         program: the compiled function, from a list of tensors to the results that it computes.
-        arguments: the arguments that it was made for.
         reads: number of those that the user's functions read.
         results: leaves of the results: a tensor's place among the program's results (``("result", k)``) or its
             arguments (``("argument", k)``), or a constant (``("constant", value)``).
         structure: structure of the results.
-        next_state: places of the leaves of the next step's state; None if a step cannot follow at once.
-
-    Attributes:
-        forms: forms of the arguments.
+        next_state: places of the tensors of the next step's state; None if a step cannot follow at once.
     """
 
     def __init__(
         self,
         program: Program,
-        arguments: Sequence[Tensor],
         reads: int,
         results: Sequence[tuple[str, Any]],
         structure: Any,
         next_state: Sequence[tuple[str, int]] | None,
     ) -> None:
         self.program, self.reads = program, reads
-        self.forms = [form(t) for t in arguments]
         self._results, self._structure = results, structure
         self.next_state = next_state
-
-    def fits(self, arguments: Sequence[Tensor]) -> bool:
-        """Return True if these arguments have the forms that it was made for."""
-        return [form(t) for t in arguments] == self.forms
 
     def __call__(self, arguments: list[Tensor]) -> Call:
         """Run the program."""
@@ -142,40 +127,28 @@ class StepReader:
         return len(self.programs)
 
     def known(self, given: Given) -> tuple[StepProgram, list[Tensor]]:
-        """Return the program for the present state of what the losses read, with its arguments; else raise `Unread`."""
-        readings = [
-            reader.known({reader.arguments.role: given.losses[reader.arguments.role]}) for reader in self.readers
-        ]
+        """Return the program for what the losses read at present, with its arguments; raise `Unread` if none fits."""
+        readings = [reader.known(given.losses) for reader in self.readers]
         found = self._find(readings)
         if found is None:
             raise Unread
-        arguments = self._arguments(readings, given)
-        if not found.fits(arguments):
-            raise Unread
-        return found, arguments
+        return found, self._arguments(readings, given)
 
     def _find(self, readings: Sequence[Reading]) -> StepProgram | None:
-        for graphs, program in self.programs:
-            if len(graphs) == len(readings) and all(
-                [graph is reading.graph for graph, reading in zip(graphs, readings, strict=True)]
-            ):
-                return program
-        return None
+        graphs = [reading.graph for reading in readings]
+        return next((program for own, program in self.programs if own == graphs), None)
 
     def _arguments(self, readings: Sequence[Reading], given: Given) -> list[Tensor]:
-        arguments = [t for reading in readings for t in reading.tensors]
-        arguments += [t for t in leaves((given.drawn, given.random, given.state)) if isinstance(t, Tensor)]
-        return arguments
+        return [t for reading in readings for t in reading.tensors] + given.tensors
 
     def compile(self, given: Given) -> tuple[StepProgram, list[Tensor]]:
         """Return a program for this step, compiled now if there is none, with its arguments."""
         readings: list[Reading] = []
         while True:
-            for reader in self.readers[len(readings) :]:
-                readings.append(reader.compile(given.losses))
+            readings += [reader.compile(given.losses) for reader in self.readers[len(readings) :]]
             arguments = self._arguments(readings, given)
             found = self._find(readings)
-            if found is not None and found.fits(arguments):
+            if found is not None:
                 return found, arguments
             try:
                 program = self._traced(readings, arguments, given)
@@ -258,7 +231,7 @@ class StepReader:
         out["results"] = [of[kind](at) for kind, at in out["results"]]
         out["next"] = out["next"] and [of[kind](at) for kind, at in out["next"]]
         program = self._backend(graph, [t.detach() for t in arguments])
-        return StepProgram(program, arguments, first, out["results"], out["structure"], out["next"])
+        return StepProgram(program, first, out["results"], out["structure"], out["next"])
 
     def _next(
         self, state: State, results: dict[str, Any], place: Callable[[Any], tuple[str, Any]]
@@ -267,14 +240,9 @@ class StepReader:
         before, after = tree_flatten(state), tree_flatten(following(state, results))
         if before[1] != after[1] or results["writes"] or (results["moved"] or {}).get("writes"):
             return None
-        pairs = list(zip(before[0], after[0], strict=True))
-        if [_kind(old) for old, _ in pairs] != [_kind(new) for _, new in pairs]:
+        if form_of(before[0]) != form_of(after[0]):
             return None
-        return [place(new) for _, new in pairs if isinstance(new, Tensor)]
-
-
-def _kind(leaf: Any) -> Any:
-    return form(leaf) if isinstance(leaf, Tensor) else leaf
+        return [place(new) for new in after[0] if isinstance(new, Tensor)]
 
 
 def _simplified(module: GraphModule) -> list[tuple[str, int]]:

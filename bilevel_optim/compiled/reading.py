@@ -20,12 +20,12 @@ from ..oracle.evaluation import in_place
 from ..oracle.substitution import replacement
 from ..problem.vector import Vector
 from ..pytree import tree_flatten, tree_unflatten
+from .forms import empty, form_of, form_of_tensor
 from .reasons import Refused, place_of
 from .rewrites import differentiable_twice, require_deterministic, require_unwritten
 
-__all__ = ["Arguments", "Needed", "Reader", "Reading", "UserGraph", "WantsConstants", "form_of"]
+__all__ = ["Arguments", "Needed", "Reader", "Reading", "Unread", "UserGraph", "WantsConstants"]
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 OUTSIDE = "a loss uses a tensor with a graph from outside the loss: compute it in the loss, or detach it"
 _NUMBERS = itertools.count()
 
@@ -36,22 +36,6 @@ class Unread(Exception):
 
 class WantsConstants(Exception):
     """A number that is an argument of the graph has to be a constant of it."""
-
-
-def form_of(leaf: Any) -> Any:
-    """Return what a graph is specialised on: a tensor's form, the value of a plain object.
-
-    Raises:
-        Refused: for another object, which may change without a sign.
-    """
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    if isinstance(leaf, PLAIN):
-        return type(leaf), repr(leaf)
-    raise Refused(
-        f"a batch holds an object of {type(leaf)}, which a graph cannot take: use tensors and numbers in tuples, lists "
-        "and dicts, or register the type in torch.utils._pytree"
-    )
 
 
 class Arguments:
@@ -75,7 +59,7 @@ class Arguments:
         self.forms = [form_of(leaf) for leaf in leaves]
         self._plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         values = [replacement(t) for t in live]
-        self.rows = {k: form_of(values[k]) for k, shape in enumerate(shapes) if values[k].shape != shape}
+        self.rows = {k: form_of_tensor(values[k]) for k, shape in enumerate(shapes) if values[k].shape != shape}
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -89,13 +73,7 @@ class Arguments:
     def examples(self) -> list[Any]:
         """Return leaves of arguments of this form."""
         pairs = zip(self.forms, self._plain, strict=True)
-        return [example(form) if len(form) == 5 else value for form, value in pairs]
-
-
-def example(form: tuple[Any, ...]) -> Tensor:
-    """Return a tensor of this form."""
-    shape, stride, dtype, device, differentiable = form
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device).requires_grad_(differentiable)
+        return [empty(form) if len(form) == 5 else value for form, value in pairs]
 
 
 class Needed(BaseException):  # not an Exception, so that no fallback of an evaluation catches it
@@ -202,7 +180,7 @@ class Reader:
         self._leaves = arguments.examples()
         self._examples = tree_unflatten(self._leaves, arguments.structure)
         rows = arguments.rows.items()
-        self._rows = [live[k] for k, _ in rows], [example(form).detach() for _, form in rows]
+        self._rows = [live[k] for k, _ in rows], [empty(form).detach() for _, form in rows]
         self._positions = {id(t): _Place("live", k) for k, t in enumerate(live)}
         self._positions |= {id(t): _Place("argument", k) for k, t in enumerate(self._leaves) if isinstance(t, Tensor)}
         self._met: tuple[GraphModule, Sequence[Tensor]] | None = None  # the graph that Dynamo has called, its inputs

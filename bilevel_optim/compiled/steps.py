@@ -39,10 +39,11 @@ from ..solvers.agd import AGD
 from ..solvers.lower import is_known
 from .alone import gradients_aside, hold_tracing_lock
 from .backend import program_of
-from .chain import Chain, set_apart
+from .chain import Chain
 from .compare import Accepted, mismatch, perturbed_by_rounding
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks, in_a_row
-from .program import Given, StepProgram, StepReader, leaves, leaves_of
+from .forms import leaves, set_apart
+from .program import Call, Given, StepProgram, StepReader, leaves_of
 from .pure import PureStep, State, results_of, state_of
 from .reading import Unread, WantsConstants
 from .reasons import Refused, reason_of, require_no_effects
@@ -276,7 +277,7 @@ class CompiledSteps:
         with torch.no_grad():
             try:
                 results = self._run_known(entry, self._given(inputs, self._state(entry.pure)))
-            except Unread:
+            except (Unread, Refused):
                 results = None
             if results is not None:
                 entry.uses += 1
@@ -522,8 +523,8 @@ class CompiledSteps:
             made = results(found)
             what = mismatch(right, made, oracle.x, oracle.y, accepted, part)
             if what is not None:  # it may be a small difference of large terms, as near a solution
-                moved = {**state, "x": perturbed_by_rounding(state["x"]), "y": perturbed_by_rounding(state["y"])}
-                otherwise = self._run_known(entry, given._replace(state=moved))
+                moved = given.at(x=perturbed_by_rounding(state["x"]), y=perturbed_by_rounding(state["y"]))
+                otherwise = self._run_known(entry, moved)
                 what = mismatch(right, made, oracle.x, oracle.y, accepted, part, results(otherwise))
         return Compared(made, found["buffers"], what)
 
@@ -536,19 +537,16 @@ class CompiledSteps:
 
     def _known(self, entry: Entry, given: Given) -> tuple[StepReader, StepProgram, list[Tensor]]:
         """Return a program for this step with its reader and its arguments; raise `Unread` if none fits."""
-        try:
-            return entry.compiled[0][1], *entry.compiled[0][1].known(given)
-        except Unread:
-            if len(entry.compiled) == 1:
-                raise
-        except Exception as error:  # the losses have changed in a way that torch's guards do not see
-            raise Unread from error
-        form = _form(given)
-        for i, (own, reader) in enumerate(entry.compiled):
-            if i and own == form:
-                found = reader.known(given)
-                entry.compiled.insert(0, entry.compiled.pop(i))
-                return reader, *found
+        for i, (form, reader) in enumerate(entry.compiled):
+            if form == given.form:
+                if i:
+                    entry.compiled.insert(0, entry.compiled.pop(i))
+                try:
+                    return reader, *reader.known(given)
+                except Unread:
+                    raise
+                except Exception as error:  # the losses have changed in a way that torch's guards do not see
+                    raise Unread from error
         raise Unread
 
     def _run_known(self, entry: Entry, given: Given) -> dict[str, Any]:
@@ -569,7 +567,7 @@ class CompiledSteps:
         if self.graphs >= MOST:
             raise Full(FULL)
         assert entry.pure is not None
-        form = _form(given)
+        form = given.form
         known = next((reader for own, reader in entry.compiled if own == form), None)
         if known is not None and known.compilations >= MOST_ALIKE:
             raise Refused(
@@ -719,15 +717,15 @@ class CompiledSteps:
         inputs = self._drawn(entry, sources)
         if inputs is None:
             return None
-        given = self._given(inputs, state)
         try:
+            given = self._given(inputs, state)
             with torch.no_grad():
                 reader, program, arguments = self._known(entry, given)
                 first = program(arguments)
-        except Unread:
+        except (Unread, Refused):
             return None
         results = program.results(first)
-        chain = self._chain(reader, program, results, given)
+        chain = self._chain(reader, program, first, results, given)
         moving = {t.untyped_storage().data_ptr() for t in (*pure.live_x, *pure.live_y, *pure.buffers)}
         if chain is None or any(t.untyped_storage().data_ptr() in moving for t in arguments[: program.reads]):
             return None  # a loss may read a parameter's memory, which changes when a step is written
@@ -754,13 +752,16 @@ class CompiledSteps:
             self._write(entry, program.results(last), True, sound)
         return torch.stack(losses)
 
-    def _chain(self, reader: StepReader, program: StepProgram, results: dict[str, Any], given: Given) -> Chain | None:
+    def _chain(
+        self, reader: StepReader, program: StepProgram, first: Call, results: dict[str, Any], given: Given
+    ) -> Chain | None:
         """Return the chain of a program's calls; None if a step cannot follow before the one before is written."""
         if program.next_state is None:
             return None
-        if id(program) not in reader.chains:
-            reader.chains[id(program)] = Chain(program, results, leaves_of(given.drawn, given.random))
-        found: Chain = reader.chains[id(program)]
+        found: Chain | None = reader.chains.get(id(program))
+        if found is None:
+            drawn = leaves_of(given.drawn, given.random)
+            found = reader.chains[id(program)] = Chain(program, first.arguments, results, drawn)
         return found
 
     def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> tuple[list[Sequence[Any]], bool]:
@@ -856,12 +857,6 @@ def _code(sources: Sources) -> tuple[Any, ...]:
     """Cache key for losses that may be new objects at each step."""
     functions = (f for o in sources.objectives.values() for f in (o.loss, o.features))
     return tuple([getattr(function, "__code__", None) or type(function) for function in functions])
-
-
-def _form(given: Given) -> list[Any]:
-    """Return the form of a step's samples."""
-    leaves = leaves_of(given.drawn, given.random)
-    return [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else type(t) for t in leaves]
 
 
 def _wants_constants(error: Exception) -> bool:

@@ -97,7 +97,8 @@ class STABLE(RecursiveOptimizer):
         if not inputs.tables:
             return update
         moved = dict(zip((id(p) for group in inputs.upper_groups for p in group["params"]), update.x - x, strict=True))
-        movement = flat([moved[id(p)] if id(p) in moved else torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in self.parameters("upper")])[0]
+        still = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in self.parameters("upper")]
+        movement = flat([moved.get(id(p), zero) for p, zero in zip(self.parameters("upper"), still, strict=True)])[0]
         split, y = Split(inputs.lower, inputs.ranks), Vector(map(Split.local, inputs.lower))
         V, H = (Split.local(inputs.tables[name]) for name in ("V", "H"))
         m = len(H)
