@@ -13,9 +13,10 @@ from torch.fx import GraphModule
 
 from .small_cpu import is_understood, listed
 
-__all__ = ["Backend", "Program", "program_of"]
+__all__ = ["Backend", "Maker", "Program", "maker_of"]
 
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
+Maker = Callable[[GraphModule, list[Tensor], list[Tensor]], "Program"]
 
 
 class Program:
@@ -47,15 +48,13 @@ class Program:
         return results
 
 
-def program_of(
-    backend: str | Backend, mode: str | None, options: dict[str, Any] | None
-) -> Callable[[GraphModule, list[Tensor]], Program]:
-    """Return a function that compiles a graph for example arguments."""
+def maker_of(backend: str | Backend, mode: str | None, options: dict[str, Any] | None) -> Maker:
+    """Return a function that makes a program from a graph, fake arguments and the present arguments."""
     settings = {**(inductor.list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
 
-    def compiled(module: GraphModule, examples: list[Tensor]) -> Program:
+    def compiled(module: GraphModule, fakes: list[Tensor], arguments: list[Tensor]) -> Program:
         if backend != "inductor":
-            made = _plainly(backend)(module, examples)
+            made = _plainly(backend)(module, fakes)
             return Program(lambda arguments: made(*arguments))
         inner: list[Program] = []
 
@@ -66,26 +65,26 @@ def program_of(
             return inner[-1]
 
         whole: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-            module, examples, inner_compile=compile_inner, config_patches=settings or None
+            module, fakes, inner_compile=compile_inner, config_patches=settings or None
         )
-        return _innermost(inner, whole, examples) or Program(lambda arguments: whole(*arguments))
+        return _innermost(inner, whole, arguments) or Program(lambda arguments: whole(*arguments))
 
     return compiled
 
 
-def _innermost(inner: Sequence[Program], whole: Callable[..., Any], examples: list[Tensor]) -> Program | None:
+def _innermost(inner: Sequence[Program], whole: Callable[..., Any], arguments: list[Tensor]) -> Program | None:
     """Return the program that Inductor has made if it takes the same arguments and returns the same results."""
     if len(inner) != 1:
         return None
     (program,) = inner
     program.met = []
-    results = whole(*examples)
+    results = whole(*arguments)
     met, program.met = program.met, None
     if len(met) != 1:
         return None
     given, found = met[0]
-    same = len(given) == len(examples) and len(found) == len(results)
-    same = same and all(a is b for a, b in zip(given, examples, strict=True))
+    same = len(given) == len(arguments) and len(found) == len(results)
+    same = same and all(a is b for a, b in zip(given, arguments, strict=True))
     return program if same and all(a is b for a, b in zip(found, results, strict=True)) else None
 
 

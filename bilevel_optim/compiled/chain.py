@@ -37,14 +37,19 @@ class Chain:
         assert program.next_state is not None
         self.program = program
         self._loss, self._flags = (program.place(name, results)[1] for name in ("loss", "flags"))
-        first = len(arguments) - len(program.next_state)
-        pairs = list(enumerate(program.next_state, first))
+        self._first = len(arguments) - len(program.next_state)  # where the state begins
+        pairs = list(enumerate(program.next_state, self._first))
         self._from_results = [(j, k) for j, (kind, k) in pairs if kind == "result"]
         self._from_arguments = [(j, k) for j, (kind, k) in pairs if kind == "argument" and j != k]
         self._tensors = [k for k, leaf in enumerate(drawn) if isinstance(leaf, Tensor)]
         self.data = [form_of(leaf) for leaf in drawn]
         self._alike: dict[tuple[int, int, int], bool] = {}
         self._reusing: Sequence[CallList] | None = None  # the program again, with results that keep their memory
+
+    def shares_memory(self, first: Call, live: Sequence[Tensor]) -> bool:
+        """Return True if a loss reads the memory of a live tensor by itself: it changes when a step is written."""
+        moving, others = {*map(_storage, live)}, first.arguments[: self._first]
+        return any(_storage(t) in moving for t in others)
 
     def are_alike(self, first: int, place: int, count: int) -> bool:
         """Return True if samples that have the form of those at ``first`` have that of those at ``place``."""

@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from ..oracle.substitution import replacement
 from ..pytree import tree_flatten, tree_unflatten
 from ..tracing import tracing
-from .backend import Program
+from .backend import Maker, Program
 from .forms import form_of, leaves
 from .pure import PureStep, State, following
 from .reading import Arguments, Needed, Reader, Reading, Unread, UserGraph
@@ -110,11 +113,11 @@ class StepReader:
 
     Args:
         pure: the step.
-        backend: makes a program from a graph and example arguments.
+        backend: makes a program from a graph, from `maker_of`.
         constant: whether numbers that change are constants of a graph; otherwise they become arguments.
     """
 
-    def __init__(self, pure: PureStep, backend: Callable[[GraphModule, list[Tensor]], Program], constant: bool) -> None:
+    def __init__(self, pure: PureStep, backend: Maker, constant: bool) -> None:
         self.pure, self.constant, self._backend = pure, constant, backend
         self._live = [*pure.live_x, *pure.live_y, *pure.buffers]
         self.readers: list[Reader] = []
@@ -217,10 +220,11 @@ class StepReader:
             out["kept"] = results, drawn, random, state  # so that no id is used twice
             return returned
 
-        mode = FakeTensorMode(allow_non_fake_inputs=False)
-        fakes = [mode.from_tensor(t.detach()) for t in arguments]
+        # Without a `ShapeEnv`, item() of a fake tensor is the value that the tensor has now, without an error.
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
+        fakes = [mode.from_tensor(t.detach(), static_shapes=True) for t in arguments]
         with tracing(), mode, torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
-            graph = make_fx(step)(*fakes)
+            graph = make_fx(step, get_decompositions(_WRITES))(*fakes)
         out.pop("kept")
         places = _simplified(graph)
         of = {
@@ -230,7 +234,7 @@ class StepReader:
         }
         out["results"] = [of[kind](at) for kind, at in out["results"]]
         out["next"] = out["next"] and [of[kind](at) for kind, at in out["next"]]
-        program = self._backend(graph, [t.detach() for t in arguments])
+        program = self._backend(graph, fakes, arguments)
         return StepProgram(program, first, out["results"], out["structure"], out["next"])
 
     def _next(
@@ -263,10 +267,14 @@ def _simplified(module: GraphModule) -> list[tuple[str, int]]:
         places.append(position[node])
     output.args = (returned,)
     graph.eliminate_dead_code()
+    for node in graph.nodes:
+        node.meta = {}  # it holds tensors without values
     module.recompile()
     return places
 
 
+# They write running statistics, but do not say so in their schema; what they decompose into does.
+_WRITES = [torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm]
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
@@ -283,8 +291,10 @@ class _Function:
         self._role, self._known, self._live, self._shapes = role, known, live, shapes
 
     def __call__(self, *arguments: Any) -> Any:
-        wanted = Arguments(self._role, arguments, self._live, self._shapes)
+        leaves, structure = tree_flatten(list(arguments))
+        leaves = [replacement(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        wanted = Arguments(self._role, leaves, structure, self._live, self._shapes)
         for own, graph, reads in self._known:
             if own == wanted:
-                return graph(tree_flatten(list(arguments))[0], self._live, reads)
+                return graph(leaves, self._live, reads)
         raise Needed(wanted)

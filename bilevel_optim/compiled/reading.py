@@ -43,7 +43,8 @@ class Arguments:
 
     Args:
         role: what the function is for, its key among the losses.
-        arguments: its arguments; of tensors, only the forms count.
+        leaves: leaves of its arguments; of tensors, only the forms count.
+        structure: structure of its arguments.
         live: the live tensors, whose replacements may have another shape: one row of a table.
         shapes: their own shapes.
 
@@ -52,10 +53,14 @@ class Arguments:
     """
 
     def __init__(
-        self, role: str, arguments: Sequence[Any], live: Sequence[Tensor], shapes: Sequence[torch.Size]
+        self,
+        role: str,
+        leaves: Sequence[Any],
+        structure: Any,
+        live: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
     ) -> None:
-        leaves, self.structure = tree_flatten(list(arguments))
-        self.role, self.grad = role, torch.is_grad_enabled()
+        self.structure, self.role, self.grad = structure, role, torch.is_grad_enabled()
         self.forms = [form_of(leaf) for leaf in leaves]
         self._plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         values = [replacement(t) for t in live]
@@ -183,7 +188,7 @@ class Reader:
         self._rows = [live[k] for k, _ in rows], [empty(form).detach() for _, form in rows]
         self._positions = {id(t): _Place("live", k) for k, t in enumerate(live)}
         self._positions |= {id(t): _Place("argument", k) for k, t in enumerate(self._leaves) if isinstance(t, Tensor)}
-        self._met: tuple[GraphModule, Sequence[Tensor]] | None = None  # the graph that Dynamo has called, its inputs
+        self._calls: list[tuple[GraphModule, Sequence[Tensor]]] = []  # of graphs, by Dynamo's code: graph and inputs
         self._graphs: list[tuple[GraphModule | None, UserGraph]] = []
         role = arguments.role
 
@@ -200,22 +205,9 @@ class Reader:
             own,
             fullgraph=True,
             dynamic=False if constant else None,
-            backend=self._backend,
+            backend=_backend(self._calls),
             options={"guard_filter_fn": _about_the_user},
         )
-
-    def _backend(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-        if not all(isinstance(t, Tensor) for t in examples):
-            raise WantsConstants
-        require_deterministic(module)
-        (output,) = (node for node in module.graph.nodes if node.op == "output")
-        outputs = tuple(_Output(k) for k in range(len(output.args[0])))
-
-        def call(*inputs: Tensor) -> Any:
-            self._met = module, inputs
-            return outputs
-
-        return call
 
     def known(self, losses: Mapping[str, Any]) -> Reading:
         """Look at the function; raise `Unread` if the present state has no graph yet."""
@@ -226,12 +218,10 @@ class Reader:
         return self._look(self._compile, losses)
 
     def _look(self, function: Callable[..., Any], losses: Mapping[str, Any]) -> Reading:
-        self._met = None
         live, values = map(Vector, self._rows)
         with torch.set_grad_enabled(self.arguments.grad), in_place([live], [values]) if live else nullcontext():
             result = function({self.arguments.role: losses[self.arguments.role]}, self._examples)
-        module, inputs = self._met or (None, ())
-        self._met = None
+        module, inputs = self._calls.pop() if self._calls else (None, ())
         places, reads = [], []
         for t in inputs:
             place = self._positions.get(id(t))
@@ -258,6 +248,8 @@ class Reader:
             own = {id(t) for t in self._buffers}
             require_unwritten(module, [node for node, t in zip(given, inputs, strict=True) if id(t) in own])
             differentiable_twice(module, plain=self._differentiates_twice)
+            for node in module.graph.nodes:
+                node.meta = {key: value for key, value in node.meta.items() if key == "stack_trace"}
         leaves, structure = tree_flatten(result)
         found = []
         for leaf in leaves:
@@ -266,6 +258,25 @@ class Reader:
                 raise Refused("a loss returns a tensor that it does not compute, so that a graph cannot follow it")
             found.append(place)
         return UserGraph(module, places, tree_unflatten(found, structure))
+
+
+def _backend(calls: list[tuple[GraphModule, Sequence[Tensor]]]) -> Callable[..., Any]:
+    """Return a backend whose programs compute nothing, but note their calls; torch keeps backends for ever."""
+
+    def backend(module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        if not all(isinstance(t, Tensor) for t in examples):
+            raise WantsConstants
+        require_deterministic(module)
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        outputs = tuple(_Output(k) for k in range(len(output.args[0])))
+
+        def call(*inputs: Tensor) -> Any:
+            calls[:] = [(module, inputs)]
+            return outputs
+
+        return call
+
+    return backend
 
 
 def _about_the_user(guards: Sequence[Any]) -> list[bool]:

@@ -38,7 +38,7 @@ from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from ..solvers.lower import is_known
 from .alone import gradients_aside, hold_tracing_lock
-from .backend import program_of
+from .backend import maker_of
 from .chain import Chain
 from .compare import Accepted, mismatch, perturbed_by_rounding
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks, in_a_row
@@ -575,7 +575,7 @@ class CompiledSteps:
                 "make it a tensor, which is an input of a graph"
             )
         settings = self.settings
-        backend = program_of(settings.backend, settings.mode, settings.options)
+        backend = maker_of(settings.backend, settings.mode, settings.options)
         reader = known or StepReader(entry.pure, backend, constant=False)
         try:
             results = self._compile(entry.pure, reader, given)
@@ -727,8 +727,10 @@ class CompiledSteps:
         results = program.results(first)
         chain = self._chain(reader, program, first, results, given)
         moving = {t.untyped_storage().data_ptr() for t in (*pure.live_x, *pure.live_y, *pure.buffers)}
-        if chain is None or any(t.untyped_storage().data_ptr() in moving for t in arguments[: program.reads]):
-            return None  # a loss may read a parameter's memory, which changes when a step is written
+        if chain is None or any(
+            t.untyped_storage().data_ptr() in moving for t in first.arguments[: -len(program.next_state)]
+        ):
+            return None  # a loss reads a parameter's memory, which changes when a step is written
         data, complete = self._ahead(entry, sources, chain, most - 1)
         losses, flags, last = chain.follow(first, data)
         sound = len(losses)

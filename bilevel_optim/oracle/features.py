@@ -59,8 +59,9 @@ class FeatureCut:
         other = Oracle(
             (*self._leaves, *oracle.live_x), oracle.live_y, loss, loss, names=names, session=oracle.session,
             lanes=oracle.lanes,
+            values=(Vector((*self._leaves, *oracle.x)).detach() if oracle.moved[0] else None, y.detach()),
         )  # fmt: skip
-        return other.at((*self._leaves, *oracle.x) if oracle.moved[0] else None, y), other.g.draw()
+        return other, other.g.draw()
 
     def add(self, derivative: Vector) -> None:
         """Add a derivative in z and x to the sum."""
