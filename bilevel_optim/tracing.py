@@ -1,10 +1,12 @@
-"""Whether the library's own code is being traced into a graph, for compiled steps."""
+"""Whether the library's code is being traced into a graph."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+
+from torch.compiler import is_dynamo_compiling
 
 __all__ = ["is_tracing", "tracing"]
 
@@ -17,8 +19,8 @@ _STATE = _State()
 
 
 def is_tracing() -> bool:
-    """Return True if this thread traces a step: tensors have no values then, so nothing may be read from them."""
-    return _STATE.on
+    """Return True in a trace, of a compiled step or of the user's own: tensors have no values to be read then."""
+    return is_dynamo_compiling() or _STATE.on
 
 
 @contextmanager

@@ -173,13 +173,13 @@ NAMES = [
     # ------------------------------------------------------------------------------------ compiling
     Name(
         "torch._dynamo.run",
-        "compiled/steps.py",
+        "compiled/reading.py",
         "calls what was compiled, and never compiles anew: so it is seen that a loss has changed",
         "torch.compiler.set_stance, which holds for the whole process",
     ),
     Name(
         "torch._dynamo.eval_frame.remove_from_cache",
-        "compiled/steps.py",
+        "compiled/reading.py",
         "what was read goes with its reader",
         "nothing, once torch lets it go with the code",
     ),
@@ -194,6 +194,24 @@ NAMES = [
         "compiled/rewrites.py",
         "a node of Dynamo's graphs, which is taken out of custom autograd functions",
         "nothing, once Dynamo's function has right second derivatives",
+    ),
+    Name(
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "compiled/program.py",
+        "the library's own code is traced on tensors without values, and refuses to read one",
+        "a public form of it for torch.fx.experimental.proxy_tensor.make_fx",
+    ),
+    Name(
+        "torch.fx.experimental.*",
+        "compiled/program.py",
+        "make_fx traces a step; a ShapeEnv, values read by the host",
+        "torch.export, once it takes functions that differentiate",
+    ),
+    Name(
+        "torch._decomp.get_decompositions",
+        "compiled/program.py",
+        "some normalisations write statistics without saying so, and would be removed from a graph",
+        "nothing, once their schemas say it",
     ),
     Name(
         "torch._inductor.*",

@@ -217,6 +217,7 @@ def public():
 
 # Called from outside the package, without being public names.
 CALLED = {
+    "compiled/reading.py _Run.run_node": "by torch.fx.Interpreter",
     "compiled/rewrites.py _function_of.Own.setup_context": "by torch.autograd.Function",
     "kernels/programs.py perturbed": "a program is launched by the name of its reference",
     "kernels/programs.py accumulated": "likewise",
@@ -240,33 +241,36 @@ def test_every_function_has_a_caller_or_is_public():
     assert alone == CALLED.keys()
 
 
-# Why a module has to know whether Dynamo reads a step, where no value can be read.
-COMPILING = {
+# Why a module has to know whether a step is traced, where no value can be read.
+TRACING = {
     "hypergradient/storm.py": "all rows are projected, not only those that the host found outside",
     "methods/f2sa.py": "whether rounding is large is checked in eager steps",
     "methods/tracked/rows.py": "the clock stays a tensor",
     "methods/tracked/watching.py": "there is no warning from the number of a step, which is no argument of a graph",
     "optimizer/method.py": "the flags of an estimate are not read, but are results of the graph",
-    "optimizer/hooks.py": "verbs are called, and not looked into, where the loop of a user is compiled",
-    "oracle/buffers.py": "a hook of a first step does not note what a compiled module calls",
     "oracle/checks.py": "whether a vector is finite is looked at where it is made, not at the end",
     "oracle/differentiable.py": "operations without second derivatives are written otherwise in the graph",
-    "oracle/session.py": "the nodes of a graph cannot be walked",
-    "oracle/substitution.py": "a graph shows which values stand for live tensors, for calls that no mode sees",
+    "oracle/session.py": "a boolean of a response cannot be read",
+    "oracle/substitution.py": "graphs of the user's functions are called with the values in the place of live tensors",
     "problem/objective.py": "a step that draws random numbers in its losses is not compiled",
     "problem/placement.py": "no memory is pinned, and nothing is kept, in a graph",
-    "problem/values.py": "a copy that takes a __dict__ whole is not read by Dynamo of torch 2.11",
     "solvers/functional.py": "the step of an optimizer of torch has another form",
     "solvers/linear.py": "the host does not look whether a solve has ended",
     "solvers/lower.py": "the step of an optimizer of torch has another form",
 }
+# Why a module has to know whether Dynamo reads it: it is called by the user's own code.
+READ_BY_DYNAMO = {
+    "optimizer/hooks.py": "verbs are called, and not looked into, where the loop of a user is compiled",
+    "oracle/buffers.py": "a hook of a first step does not note what a compiled module calls",
+}
 
 
-def test_few_modules_ask_whether_dynamo_reads_them():
-    outside = (path for path in MODULES if parts_of(path)[0] != BEHIND)
+def test_few_modules_ask_whether_a_step_is_traced():
+    outside = [path for path in MODULES if parts_of(path)[0] not in (BEHIND, "tracing")]
     named = {path: {n.id for n in ast.walk(TREES[path]) if isinstance(n, ast.Name)} for path in MODULES}
     named |= {p: {*named[p], *(n.attr for n in ast.walk(TREES[p]) if isinstance(n, ast.Attribute))} for p in MODULES}
-    assert {file_of(path) for path in outside if "is_dynamo_compiling" in named[path]} == COMPILING.keys()
+    assert {file_of(path) for path in outside if "is_tracing" in named[path]} == TRACING.keys()
+    assert {file_of(path) for path in outside if "is_dynamo_compiling" in named[path]} == READ_BY_DYNAMO.keys()
 
 
 def test_no_class_declares_what_another_assigns():

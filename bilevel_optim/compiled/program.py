@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -172,7 +172,7 @@ class StepReader:
             )
         )
 
-    def _traced(self, readings: Sequence[Reading], arguments: Sequence[Tensor], given: Given) -> StepProgram:
+    def _traced(self, readings: Sequence[Reading], arguments: list[Tensor], given: Given) -> StepProgram:
         """Trace the step: the library's code runs once, on tensors without values."""
         own, structure = tree_flatten((given.drawn, given.random, given.state))
         where = [i for i, t in enumerate(own) if isinstance(t, Tensor)]
@@ -192,7 +192,7 @@ class StepReader:
                 (r.arguments, reading.graph, part)
                 for r, reading, part in zip(self.readers, readings, parts, strict=True)
             ]
-            losses = {
+            losses: dict[str, Any] = {
                 role: _Function(role, known, self._live, shapes) if callable(value) else value
                 for role, value in given.losses.items()
             }
@@ -222,18 +222,13 @@ class StepReader:
 
         # Without a `ShapeEnv`, item() of a fake tensor is the value that the tensor has now, without an error.
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
-        fakes = [mode.from_tensor(t.detach(), static_shapes=True) for t in arguments]
+        fakes: list[Tensor] = [mode.from_tensor(t.detach(), static_shapes=True) for t in arguments]
         with tracing(), mode, torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
-            graph = make_fx(step, get_decompositions(_WRITES))(*fakes)
+            graph = make_fx(step, get_decompositions(_WRITES))(*fakes)  # type: ignore[arg-type]
         out.pop("kept")
         places = _simplified(graph)
-        of = {
-            "argument": lambda k: ("argument", k),
-            "result": lambda k: places[k],
-            "constant": lambda v: ("constant", v),
-        }
-        out["results"] = [of[kind](at) for kind, at in out["results"]]
-        out["next"] = out["next"] and [of[kind](at) for kind, at in out["next"]]
+        for name in ("results", "next"):
+            out[name] = out[name] and [places[at] if kind == "result" else (kind, at) for kind, at in out[name]]
         program = self._backend(graph, fakes, arguments)
         return StepProgram(program, first, out["results"], out["structure"], out["next"])
 
@@ -259,7 +254,7 @@ def _simplified(module: GraphModule) -> list[tuple[str, int]]:
             graph.erase_node(node)
     (output,) = (node for node in graph.nodes if node.op == "output")
     position = {node: ("argument", k) for k, node in enumerate(given)}
-    returned, places = [], []
+    returned, places = list[Node](), list[tuple[str, int]]()
     for node in output.args[0]:
         if node not in position:
             position[node] = "result", len(returned)

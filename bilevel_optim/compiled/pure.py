@@ -237,7 +237,7 @@ class _Placed:
         self._mode = Substitution(before, after, stacked=False)
 
     def __enter__(self) -> Sequence[Vector]:
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._mode.__enter__()
         return self._variables
 
     def __exit__(self, *error: Any) -> None:

@@ -222,7 +222,7 @@ class Reader:
         with torch.set_grad_enabled(self.arguments.grad), in_place([live], [values]) if live else nullcontext():
             result = function({self.arguments.role: losses[self.arguments.role]}, self._examples)
         module, inputs = self._calls.pop() if self._calls else (None, ())
-        places, reads = [], []
+        places, reads = list[_Place](), list[Tensor]()
         for t in inputs:
             place = self._positions.get(id(t))
             if place is None:

@@ -477,10 +477,6 @@ class CompiledSteps:
                 else:
                     results, left = found.results, _buffer_writes(entry.pure, found.buffers)
             except Exception as error:
-                import os
-                import traceback
-
-                os.environ.get("DBG") and traceback.print_exc()
                 reason = reason_of(error)
                 if not isinstance(error, Full):
                     entry.reasons[code] = reason
@@ -726,11 +722,8 @@ class CompiledSteps:
             return None
         results = program.results(first)
         chain = self._chain(reader, program, first, results, given)
-        moving = {t.untyped_storage().data_ptr() for t in (*pure.live_x, *pure.live_y, *pure.buffers)}
-        if chain is None or any(
-            t.untyped_storage().data_ptr() in moving for t in first.arguments[: -len(program.next_state)]
-        ):
-            return None  # a loss reads a parameter's memory, which changes when a step is written
+        if chain is None or chain.shares_memory(first, [*pure.live_x, *pure.live_y, *pure.buffers]):
+            return None
         data, complete = self._ahead(entry, sources, chain, most - 1)
         losses, flags, last = chain.follow(first, data)
         sound = len(losses)

@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
 
-import torch
-
-from ..tracing import is_tracing
-
 __all__ = ["replace", "values"]
-
-OLD = torch.__version__.startswith("2.11.")
 
 Class = TypeVar("Class")
 Values = TypeVar("Values")
@@ -25,9 +19,6 @@ def values(cls: type[Class]) -> type[Class]:
 
 def replace(values: Values, **changes: Any) -> Values:
     """Return a copy with some fields changed, as ``dataclasses.replace`` does, at a fraction of its cost."""
-    if OLD and is_tracing():  # Dynamo of torch 2.11 cannot read a whole __dict__
-        names: tuple[str, ...] = type(values).__match_args__  # type: ignore[attr-defined]
-        return type(values)(*[changes[name] if name in changes else getattr(values, name) for name in names])
     new: Values = object.__new__(type(values))
     new.__dict__.update(values.__dict__, **changes)
     return new

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from bilevel_optim.compiled import reading
 from bilevel_optim.compiled import steps as compiled_steps
 from bilevel_optim.compiled.chain import Chain
 from bilevel_optim.compiled.draws import Sources
@@ -111,7 +112,7 @@ def decaying(optimizer, f, g):
 
 
 def no_guards(patch):
-    patch.setattr(compiled_steps, "_about_the_user", lambda guards: [False] * len(guards))
+    patch.setattr(reading, "_about_the_user", lambda guards: [False] * len(guards))
 
 
 def first_state(patch):

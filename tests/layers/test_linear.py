@@ -377,7 +377,7 @@ def test_a_lane_of_several_systems_is_solved_like_a_single_one(system, start, op
     some = cg(
         lambda v: Vector([v[0] @ matrix.mT]), [b[None]], None if first is None else [first[None]], lanes=True, **options
     )
-    monkeypatch.setattr(linear, "is_dynamo_compiling", lambda: True)
+    monkeypatch.setattr(linear, "is_tracing", lambda: True)
     masked = cg(lambda v: Vector([matrix @ v[0]]), [b], None if first is None else [first], **options)
     for other in (some, masked):
         torch.testing.assert_close(one.solution[0], other.solution[0].reshape(3), rtol=1e-10, atol=1e-12)
@@ -406,7 +406,7 @@ def test_traced_series_end_where_others_stop(solve, monkeypatch):
 
     expected = solve(product, [b], steps=40, lr=0.9, tol=1e-3, lanes=True)
     assert len(calls) < 39
-    monkeypatch.setattr(linear, "is_dynamo_compiling", lambda: True)
+    monkeypatch.setattr(linear, "is_tracing", lambda: True)
     found = solve(product, [b], steps=40, lr=0.9, tol=1e-3, lanes=True)
     for a, c in zip((*found.solution, *found[1:]), (*expected.solution, *expected[1:]), strict=True):
         assert torch.equal(a, c)
@@ -426,7 +426,7 @@ SCALES = [
 def test_scales_of_either_side_do_not_matter(solver, way, scaled, dtype, scale, tolerance, monkeypatch):
     """Squared terms of the sums would be zero or infinite in the type of the parameters."""
     if way == "traced":
-        monkeypatch.setattr(linear, "is_dynamo_compiling", lambda: True)
+        monkeypatch.setattr(linear, "is_tracing", lambda: True)
     H, b = torch.linspace(0.5, 2.0, 8, dtype=dtype), torch.linspace(-1.0, 1.0, 8, dtype=dtype)
     H, b = H * scale if scaled == "both" else H, b * scale
     expected = b.double() / H.double()
