@@ -27,15 +27,17 @@ def form_of(value: Any, tensors: list[Tensor] | None = None) -> Any:
     Raises:
         Refused: if an object may hold values that are not seen here.
     """
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind, [form_of(part, tensors) for part in value] if value else None
+    if kind is dict:
+        return kind, [(name, form_of(part, tensors)) for name, part in value.items()] if value else None
     if isinstance(value, Tensor):
         if tensors is not None:
             tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return kind, [form_of(part, tensors) for part in value]
-    if kind is dict:
-        return kind, [*value], [form_of(part, tensors) for part in value.values()]
+    if value is None:
+        return None
     if isinstance(value, PLAIN):
         return kind, repr(value)
     leaves, structure = tree_flatten(value)

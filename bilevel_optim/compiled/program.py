@@ -85,9 +85,8 @@ class StepProgram:
         structure: Any,
         next_state: Sequence[tuple[str, int]] | None,
     ) -> None:
-        self.program, self.reads = program, reads
-        self._results, self._structure = results, structure
-        self.next_state = next_state
+        self.program, self.reads, self.next_state = program, reads, next_state
+        self._results, self._built = results, _builder(results, structure)
 
     def __call__(self, arguments: list[Tensor]) -> Call:
         """Run the program."""
@@ -95,10 +94,7 @@ class StepProgram:
 
     def results(self, call: Call) -> dict[str, Any]:
         """Return the step's results from a call."""
-        kinds = {"result": call.results, "argument": call.arguments}
-        flat = [at if kind == "constant" else kinds[kind][at] for kind, at in self._results]
-        results: dict[str, Any] = tree_unflatten(flat, self._structure)
-        return results
+        return self._built(call.results, call.arguments)
 
     def place(self, name: str, results: dict[str, Any]) -> tuple[str, Any]:
         """Return the place of an entry of these results that is a tensor."""
@@ -131,7 +127,8 @@ class StepReader:
 
     def known(self, given: Given) -> tuple[StepProgram, list[Tensor]]:
         """Return the program for what the losses read at present, with its arguments; raise `Unread` if none fits."""
-        readings = [reader.known(given.losses) for reader in self.readers]
+        with torch.enable_grad():
+            readings = [reader.known(given.losses) for reader in self.readers]
         found = self._find(readings)
         if found is None:
             raise Unread
@@ -242,6 +239,37 @@ class StepReader:
         if form_of(before[0]) != form_of(after[0]):
             return None
         return [place(new) for new in after[0] if isinstance(new, Tensor)]
+
+
+def _builder(
+    places: Sequence[tuple[str, Any]], structure: Any
+) -> Callable[[Sequence[Tensor], Sequence[Tensor]], dict[str, Any]]:
+    """Return a function that puts nested results together, at a fraction of the time of ``tree_unflatten``."""
+    constants: list[Any] = []
+
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{keep(key)}: {text(part)}" for key, part in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ", ".join(map(text, value)) + "]"
+        if type(value) is tuple:
+            return "(" + "".join(f"{text(part)}, " for part in value) + ")"
+        assert isinstance(value, _Leaf)
+        kind, at = value.place
+        return keep(at) if kind == "constant" else f"{kind}s[{at}]"
+
+    def keep(constant: Any) -> str:
+        constants.append(constant)
+        return f"constants[{len(constants) - 1}]"
+
+    nested = tree_unflatten([_Leaf(place) for place in places], structure)
+    made: Callable[..., dict[str, Any]] = eval(f"lambda results, arguments: {text(nested)}", {"constants": constants})
+    return made
+
+
+class _Leaf:
+    def __init__(self, place: tuple[str, Any]) -> None:
+        self.place = place
 
 
 def _simplified(module: GraphModule) -> list[tuple[str, int]]:

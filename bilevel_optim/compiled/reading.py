@@ -6,7 +6,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from .rewrites import differentiable_twice, require_deterministic, require_unwri
 __all__ = ["Arguments", "Needed", "Reader", "Reading", "Unread", "UserGraph", "WantsConstants"]
 
 OUTSIDE = "a loss uses a tensor with a graph from outside the loss: compute it in the loss, or detach it"
-_NUMBERS = itertools.count()
+_NUMBERS, _NOTHING = itertools.count(), nullcontext(None)
 
 
 class Unread(Exception):
@@ -218,9 +218,13 @@ class Reader:
         return self._look(self._compile, losses)
 
     def _look(self, function: Callable[..., Any], losses: Mapping[str, Any]) -> Reading:
-        live, values = map(Vector, self._rows)
-        with torch.set_grad_enabled(self.arguments.grad), in_place([live], [values]) if live else nullcontext():
-            result = function({self.arguments.role: losses[self.arguments.role]}, self._examples)
+        arguments = self.arguments
+        with ExitStack() if arguments.rows or torch.is_grad_enabled() is not arguments.grad else _NOTHING as stack:
+            if stack is not None:
+                stack.enter_context(torch.set_grad_enabled(arguments.grad))
+                live, values = map(Vector, self._rows)
+                stack.enter_context(in_place([live], [values]))
+            result = function({arguments.role: losses[arguments.role]}, self._examples)
         module, inputs = self._calls.pop() if self._calls else (None, ())
         places, reads = list[_Place](), list[Tensor]()
         for t in inputs:
