@@ -27,18 +27,27 @@ def form_of(value: Any, tensors: list[Tensor] | None = None) -> Any:
     Raises:
         Refused: if an object may hold values that are not seen here.
     """
+    found = [] if tensors is None else tensors
+    return _form_of(value, found)
+
+
+def _form_of(value: Any, tensors: list[Tensor]) -> Any:
     kind = type(value)
-    if kind is list or kind is tuple:
-        return kind, [form_of(part, tensors) for part in value] if value else None
     if kind is dict:
-        return kind, [(name, form_of(part, tensors)) for name, part in value.items()] if value else None
+        return [(name, _form_of(part, tensors)) for name, part in value.items()] if value else "{}"
+    if kind is list or kind is tuple:
+        forms: list[Any] = [kind]
+        for part in value:  # tensors without a call each: every step does this
+            if isinstance(part, Tensor):
+                tensors.append(part)
+                forms.append((part.shape, part.stride(), part.dtype, part.device, part.requires_grad))
+            else:
+                forms.append(part if part is None else _form_of(part, tensors))
+        return forms
     if isinstance(value, Tensor):
-        if tensors is not None:
-            tensors.append(value)
-        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-    if value is None:
-        return None
-    if isinstance(value, PLAIN):
+        tensors.append(value)
+        return form_of_tensor(value)
+    if value is None or isinstance(value, PLAIN):
         return kind, repr(value)
     leaves, structure = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
@@ -46,7 +55,7 @@ def form_of(value: Any, tensors: list[Tensor] | None = None) -> Any:
             f"a batch holds an object of {kind}, which a graph cannot take: use tensors and numbers in tuples, lists "
             "and dicts, or register the type with torch.utils._pytree"
         )
-    return structure, [form_of(part, tensors) for part in leaves]
+    return structure, [_form_of(part, tensors) for part in leaves]
 
 
 def empty(form: Form) -> Tensor:

@@ -189,7 +189,7 @@ class Reader:
         self._positions = {id(t): _Place("live", k) for k, t in enumerate(live)}
         self._positions |= {id(t): _Place("argument", k) for k, t in enumerate(self._leaves) if isinstance(t, Tensor)}
         self._calls: list[tuple[GraphModule, Sequence[Tensor]]] = []  # of graphs, by Dynamo's code: graph and inputs
-        self._graphs: list[tuple[GraphModule | None, UserGraph]] = []
+        self._graphs: list[tuple[GraphModule | None, Sequence[Tensor | None], UserGraph]] = []
         role = arguments.role
 
         def read(losses: Any, arguments: Any) -> Any:
@@ -226,23 +226,34 @@ class Reader:
                 stack.enter_context(in_place([live], [values]))
             result = function({arguments.role: losses[arguments.role]}, self._examples)
         module, inputs = self._calls.pop() if self._calls else (None, ())
-        places, reads = list[_Place](), list[Tensor]()
-        for t in inputs:
-            place = self._positions.get(id(t))
-            if place is None:
-                if t.grad_fn is not None:
-                    raise Refused(OUTSIDE)
-                place = _Place("read", len(reads))
-                reads.append(t)
-            places.append(place)
-        for own, graph in self._graphs:
-            if own is module and graph.places == places:
-                return Reading(graph, reads)
+        for own, expected, graph in self._graphs:
+            if own is module:
+                reads = self._reads(inputs, expected)
+                if reads is not None:
+                    return Reading(graph, reads)
         if function is self._known:
             raise Unread
-        graph = self._made(module, inputs, places, result)
-        self._graphs.append((module, graph))
+        places = [self._positions.get(id(t)) for t in inputs]
+        reads = [t for t, place in zip(inputs, places, strict=True) if place is None]
+        if any(t.grad_fn is not None for t in reads):
+            raise Refused(OUTSIDE)
+        numbers = itertools.count()
+        graph = self._made(module, inputs, [place or _Place("read", next(numbers)) for place in places], result)
+        expected = [None if place is None else t for t, place in zip(inputs, places, strict=True)]
+        self._graphs.append((module, expected, graph))
         return Reading(graph, reads)
+
+    def _reads(self, inputs: Sequence[Tensor], expected: Sequence[Tensor | None]) -> list[Tensor] | None:
+        """Return the inputs of a graph beside the expected ones; None if others are in the place of these."""
+        reads = []
+        for t, own in zip(inputs, expected, strict=True):
+            if own is None:
+                if id(t) in self._positions or t.grad_fn is not None:
+                    return None
+                reads.append(t)
+            elif own is not t:
+                return None
+        return reads
 
     def _made(
         self, module: GraphModule | None, inputs: Sequence[Tensor], places: list[_Place], result: Any
