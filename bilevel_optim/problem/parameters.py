@@ -10,7 +10,7 @@ from typing import Any, Never, cast
 import torch
 from torch import Tensor
 
-from .vector import is_sharded
+from .overlaps import overlapping, overlaps_itself
 
 __all__ = [
     "LEVELS",
@@ -205,10 +205,10 @@ def require_usable(group: Mapping[str, Any]) -> None:
                 f"{called} is complex, but only real tensors can be optimised; pass real = "
                 "torch.view_as_real(t.detach()).requires_grad_(), and use torch.view_as_complex(real) in the losses"
             )
-        if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+        if overlaps_itself(p):
             raise ValueError(
                 f"{called} is expanded: several of its entries share one place in memory, so they cannot be updated "
-                "separately; pass the tensor before expand(), or t.detach().contiguous().requires_grad_()"
+                "separately; pass the tensor before expand() or unfold(), or t.detach().contiguous().requires_grad_()"
             )
 
 
@@ -224,7 +224,7 @@ def require_gradients() -> None:
 def require_apart(groups: Sequence[Mapping[str, Any]], known: int = 0) -> None:
     """Raise ValueError if two parameters share memory, unless both belong to the first ``known`` groups."""
     entries = [(i, *entry) for i, group in enumerate(groups) for entry in _named(group)]
-    for number in _overlapping([p for *_, p in entries]):
+    for number in overlapping([p for *_, p in entries]):
         i, name, p = entries[number]
         if i >= known:
             raise ValueError(
@@ -238,28 +238,6 @@ def _named(group: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
     names = group.get("param_names", range(len(params)))
     return [p if isinstance(p, tuple) else (name, p) for name, p in zip(names, params, strict=True)]
-
-
-def _overlapping(tensors: Sequence[Tensor]) -> list[int]:
-    """Return, in order, the indices of contiguous tensors that share entries with one of a lower index."""
-    first: dict[int, int] = {}
-    for i, t in enumerate(tensors):
-        first.setdefault(id(t), i)  # torch refuses duplicates
-    spans = [(*span, i) for i in first.values() if (span := _span(tensors[i]))]
-    found, last = [], ("", 0, 0, 0)  # the span so far with the largest end
-    for device, start, end, i in sorted(spans):
-        if device == last[0] and start < last[2]:
-            found.append(max(i, last[3]))
-        if device != last[0] or end > last[2]:
-            last = device, start, end, i
-    return sorted(found)
-
-
-def _span(t: Tensor) -> tuple[str, int, int] | None:
-    """Return device, start and end address of a tensor; None if its entries are not one piece of memory."""
-    if not isinstance(t, Tensor) or is_sharded(t) or not t.is_contiguous() or not (t.numel() and t.data_ptr()):
-        return None
-    return str(t.device), t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()
 
 
 def level_groups(groups: Iterable[dict[str, Any]], level: str) -> list[dict[str, Any]]:
