@@ -271,6 +271,7 @@ class Method(Options, Optimizer, ABC):
         """Return the oracle of both losses at the current point; ``groups`` are the groups by level, if known."""
         require_gradients()
         f, g = self._objectives(upper, lower)
+        self._run_state.buffers.expect((upper, lower))
         groups = groups or by_level(self.param_groups)
         x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
         session = self._run_state.session(self._oracle_options)
@@ -537,6 +538,7 @@ class Method(Options, Optimizer, ABC):
         super().add_param_group(param_group)
         if hasattr(self, "_run_state"):
             self._run_state.found.ranks_agree = False  # the new parameters have not been compared
+            self._run_state.buffers.record_again()
         if level == "lower" and self._stationary:
             self._lower_checks.warn_of_decay(self.param_groups[-1])
 
