@@ -18,6 +18,7 @@ __all__ = [
     "NonFiniteError",
     "RankError",
     "filters_kept",
+    "require_uninterrupted",
     "warn",
 ]
 
@@ -76,6 +77,15 @@ def warn(text: str) -> None:
     while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, BilevelWarning, stacklevel=level)
+
+
+def require_uninterrupted(error: BaseException) -> None:
+    """Raise KeyboardInterrupt if an error hides one: torch raises others while an interrupt ends its vmap."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__context__
+    if cause is not None and not isinstance(error, KeyboardInterrupt):
+        raise KeyboardInterrupt from error
 
 
 @contextlib.contextmanager

@@ -224,11 +224,11 @@ class Method(Options, Optimizer, ABC):
         self._heed_options_of_sgd()
         look = update and self._run_state.steps == STILL - 1 and self.check_finite and not self._one_loss
         before = [Vector(self.parameters(level)).detach().clone() for level in LEVELS] if look else []
-        put_back = self._set_below() if self._sets_below(tasks) else None
+        put_back, done = self._set_below() if self._sets_below(tasks) else None, self._run_state.steps
         try:
             loss = self._made_step(upper, lower, tasks, update=update)
         except BaseException as error:
-            if put_back is not None:
+            if put_back is not None and self._run_state.steps == done:  # else an interrupt has waited for the step
                 put_back()
             if not isinstance(error, NonFiniteError) or error.hint or not trend.above:
                 raise

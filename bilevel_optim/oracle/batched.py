@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import filters_kept
+from ..errors import filters_kept, require_uninterrupted
 from ..problem.vector import Vector, any_sharded, as_variable
 from .differentiable import has_large_convolutions
 from .evaluation import in_place
@@ -67,6 +67,7 @@ def run(
     except Unsuited as error:
         reason = str(error)
     except Exception as error:
+        require_uninterrupted(error)
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         if _passes(attempt):  # then vmap was not the cause
             raise
@@ -83,7 +84,8 @@ def slices(size: int, n: int) -> list[slice]:
 def _passes(attempt: Callable[[], object]) -> bool:
     try:
         attempt()
-    except Exception:
+    except Exception as error:
+        require_uninterrupted(error)
         return False
     return True
 

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import random
-import signal
 from itertools import cycle
 
 import numpy as np
@@ -400,7 +399,7 @@ def test_an_interrupt_between_iterator_and_position():
         def get(self, item):
             if item == 2 and self.count == 0:
                 self.count = 1
-                signal.raise_signal(signal.SIGINT)
+                raise KeyboardInterrupt
             return item
 
     objective, seen = bo.Objective(torch.sum, Interrupted()), []
