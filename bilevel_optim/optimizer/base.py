@@ -311,6 +311,8 @@ class BilevelOptimizer(Method):
         oracle = self._oracle(task) if self._one_loss else self._oracle(adapt.no_upper_loss, task)
         oracle.shared = False
         groups = level_groups(self.param_groups, "lower")
+        self._follow_types()
+        known = {} if self._placeholders else remembered(self.state, self.parameters("lower"))["memory"]
         buffers = self._run_state.buffers
         with Transaction(self.generator, oracle, buffers, alone=True), nullcontext() if write else buffers.kept():
             found = adapt.lower_solution(
@@ -320,7 +322,7 @@ class BilevelOptimizer(Method):
                 steps,
                 groups,
                 partial(self._rules, groups),
-                curvature=remembered(self.state, self.parameters("lower"))["memory"].get(CURVATURE),
+                curvature=known.get(CURVATURE),
                 exact=self._exact_products,
                 check_finite=self.check_finite,
                 at=self._run_state.steps,

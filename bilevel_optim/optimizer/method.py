@@ -324,13 +324,17 @@ class Method(Options, Optimizer, ABC):
         if self._placeholders:
             self.state.clear()
             self._placeholders = False
-        self._run_state.follow(self.state, [p for group in self.param_groups for p in group["params"]])
+        self._follow_types()
         known = remembered(self.state, y)
         if not self.warm_start or self.lower_init is not None:
             known["solver"] = None
         known["upper_memory"] = recalled(self.state, x)
         known["upper_solver"] = None if self._upper_rules is None else solver_memory(self.state, x)
         return known
+
+    def _follow_types(self) -> None:
+        """Cast the state to the types of the parameters, before it is read."""
+        self._run_state.follow(self.state, [p for group in self.param_groups for p in group["params"]])
 
     def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
         """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
