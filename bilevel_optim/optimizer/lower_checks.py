@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from ..errors import warn
 from ..problem.parameters import is_number, require
@@ -194,6 +194,11 @@ def require_optimizer(level: str, factory: Factory) -> None:
             f"{level}_optimizer must make an optimizer from parameter groups alone, but raised: {error}; {cure} (a "
             "scheduler is made later, from the finished optimizer)"
         ) from error
+    if isinstance(made, SparseAdam):
+        raise ValueError(
+            f"Invalid {level}_optimizer value: SparseAdam (it takes sparse gradients, but gradients are dense here; "
+            "pass torch.optim.Adam)"
+        )
     if not isinstance(made, Optimizer):
         raise TypeError(
             f"{level}_optimizer must return a torch.optim.Optimizer, but returned {type(made).__name__}; {cure}"

@@ -142,7 +142,7 @@ class Point:
         else:
             part = self.call(sample.features, graph=graph) if features is None else features
             loss = self.call(sample, part, graph=graph)
-        if isinstance(loss, Tensor) and loss.dim() == 0:
+        if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex():
             return loss
         return as_scalar(level, loss, self.session.called(level))
 

@@ -328,6 +328,11 @@ def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
             f"the {called} must return a scalar tensor, but returned {found}; return loss.mean() or loss.sum(), "
             "without .item()"
         )
+    if loss.is_complex():
+        raise ValueError(
+            f"the {called or f'{level} loss'} is complex, but only real numbers can be minimised; return a real "
+            "number, such as loss.abs() or loss.real"
+        )
     return loss if loss.dim() == 0 else loss.reshape(())
 
 

@@ -612,10 +612,16 @@ def _replayed(device: torch.device, state: RandomState) -> Generator[None]:
 
 def require_fit(loss: Callable[..., Any], arguments: Sequence[Any], error: TypeError) -> None:
     """After a failed call, raise an error that says what to do if the loss does not take these arguments."""
+    called = loss.forward if isinstance(loss, torch.nn.Module) else loss
     try:
-        inspect.signature(loss).bind(*arguments)
+        inspect.signature(called).bind(*arguments)
     except TypeError:
         name = getattr(loss, "__name__", type(loss).__name__)
+        if isinstance(loss, torch.nn.Module):
+            raise TypeError(
+                f"the loss is the module {name}, which needs other arguments ({error}); write a function that calls "
+                f"it, such as def loss({'batch' if arguments else ''}): return criterion(model(inputs), targets)"
+            ) from error
         if arguments:
             several = ". Write def loss(batch): ...; without data and tasks the loss is called without arguments"
             if len([p for p in inspect.signature(loss).parameters.values() if p.default is p.empty]) > 1:

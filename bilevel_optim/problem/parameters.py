@@ -9,6 +9,7 @@ from typing import Any, Never, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from .overlaps import overlapping, overlaps_itself
 
@@ -37,6 +38,7 @@ __all__ = [
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 LEVELS = ("upper", "lower")
+COMPUTES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # types of parameters
 OF_SGD = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")  # options of torch.optim.SGD besides lr
 
 
@@ -185,10 +187,21 @@ def require_rates(groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def require_usable(group: Mapping[str, Any]) -> None:
-    """Raise ValueError if a parameter of a group is not a leaf, is complex, is expanded, or is of inference mode."""
+    """Raise ValueError if a parameter of a group is not a dense, real leaf tensor of its own memory."""
     for name, p in _named(group):
         if not isinstance(p, Tensor):
             continue  # torch reports it
+        if is_lazy(p):
+            raise ValueError(
+                f"{group['level']} parameter {name!r} is not initialised, because its lazy module has not been called "
+                "yet; call the module on one batch before you create the optimizer"
+            )
+        if p.layout != torch.strided or p.is_nested or p.is_quantized:
+            kind = "nested" if p.is_nested else "quantised" if p.is_quantized else p.layout
+            raise ValueError(
+                f"{group['level']} parameter {name!r} is not a dense tensor ({kind}), and only dense ones can be "
+                "optimised; pass a dense tensor, such as the values of a sparse one, and convert it in the losses"
+            )
         called = f"{group['level']} parameter {name!r} of shape {tuple(p.shape)}"
         if not p.is_leaf and not p.retains_grad:
             raise ValueError(
@@ -204,6 +217,11 @@ def require_usable(group: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{called} is complex, but only real tensors can be optimised; pass real = "
                 "torch.view_as_real(t.detach()).requires_grad_(), and use torch.view_as_complex(real) in the losses"
+            )
+        if p.requires_grad and p.dtype not in COMPUTES:
+            raise ValueError(
+                f"{called} has the type {p.dtype}, in which torch cannot compute; pass a tensor of type float32 or "
+                "bfloat16, and convert it in the losses"
             )
         if overlaps_itself(p):
             raise ValueError(
