@@ -2,6 +2,7 @@
 
 import math
 import random
+import warnings
 from collections import Counter
 from contextlib import nullcontext
 from itertools import pairwise
@@ -494,3 +495,23 @@ def test_a_group_may_be_an_iterator():
     optimizer = bo.SOBA(*([torch.zeros(1, requires_grad=True)] for _ in range(2)), lr=0.1, lower_lr=0.1)
     optimizer.add_param_group({"params": torch.nn.Linear(2, 2).parameters(), "level": "lower"})
     assert len(optimizer.param_groups[-1]["params"]) == 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_with_warnings_as_errors_a_step_is_made_or_not():
+    """A warning about the course of a run comes after its step, which is whole; the run can go on."""
+    ends = []
+    for raises in (False, True):
+        x, y = (torch.full((2,), v, dtype=torch.float64, requires_grad=True) for v in (2.0, 0.0))
+        optimizer = bo.AID([x], [y], lr=1e-11, lower_lr=0.5, lower_steps=2, lower_optimizer=torch.optim.Adam)
+        warned = 0
+        while optimizer.oracle_counts["upper_grad"] < 30:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error" if raises else "ignore", bo.BilevelWarning)
+                try:
+                    optimizer.step(lambda y=y: (y - 1).square().sum(), lambda x=x, y=y: (y - x).square().sum())
+                except bo.BilevelWarning:
+                    warned += 1
+        assert warned == raises
+        ends.append([x.detach(), y.detach(), *optimizer.state[y].values(), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
