@@ -18,6 +18,7 @@ __all__ = [
     "NonFiniteError",
     "RankError",
     "filters_kept",
+    "product_hint",
     "warn",
 ]
 
@@ -31,6 +32,10 @@ DATA_FIRST = (
     "right"
 )
 REMEDY = f"{DATA_FIRST}, use a smaller lr or lower_lr"
+PRODUCT = (
+    "The gradients are finite and their derivative is not. Either the run diverges (use a smaller lr or lower_lr), or "
+    "an operation of the loss has no finite second derivative at this point"
+)
 
 
 class NonFiniteError(ArithmeticError):
@@ -46,9 +51,26 @@ class NonFiniteError(ArithmeticError):
         self.oracle, self.step, self.hint = oracle, step, hint
         super().__init__(
             f"Non-finite values in {oracle} at outer step {step}; the parameters and the optimizer's state "
-            f"are unchanged. {hint or REMEDY}. "
+            f"are unchanged. {hint or (PRODUCT if oracle in ('hvp', 'jvp') else REMEDY)}. "
             "check_finite=False turns this check off."
         )
+
+
+def product_hint(roots: tuple[str, ...], hint: str) -> str:
+    """Return advice for a product that is not finite although the gradients are.
+
+    Args:
+        roots: operations of the loss, as users call them, whose second derivative is not finite at zero.
+        hint: advice of the method itself; empty if it has none.
+    """
+    if not roots:
+        return hint
+    calls = " and ".join(f"{name}()" for name in roots)
+    return (
+        f"The gradients are finite and their derivative is not. The loss calls {calls}, whose second derivative in "
+        "torch is NaN at zero. Write a squared norm as y.square().sum(), a squared std as var(), and give other roots "
+        "a small number, (y.square().sum() + 1e-12).sqrt(). If nothing is zero there, use a smaller lr or lower_lr"
+    )
 
 
 class RankError(RuntimeError):

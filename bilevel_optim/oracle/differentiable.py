@@ -17,6 +17,7 @@ __all__ = [
     "has_large_convolutions",
     "plain_weight_norm",
     "products_of",
+    "roots_in",
     "twice_differentiable",
     "working_unit",
 ]
@@ -46,6 +47,12 @@ def has_fused(loss: Tensor) -> bool:
 def has_kinks(loss: Tensor) -> bool:
     """Return True if a loss's graph contains activations such as ReLU, at whose kinks differences of gradients fail."""
     return _has(loss, _KINKED)
+
+
+def roots_in(loss: Tensor) -> tuple[str, ...]:
+    """Return the operations in a loss's graph, as users call them, whose second derivative is not finite at zero."""
+    names = {node.name() for node in _nodes(loss)}
+    return tuple(call for call, start in _ROOTS.items() if any(name.startswith(start) for name in names))
 
 
 def has_large_convolutions(loss: Tensor, large: int) -> bool:
@@ -98,6 +105,7 @@ _PRODUCTS = {
 }
 
 _KINKED = ("Relu", "LeakyRelu", "Prelu", "Rrelu", "Hardtanh", "Hardswish", "Threshold", "MaxPool", "AdaptiveMaxPool")
+_ROOTS = {"norm": ("Norm", "LinalgVectorNorm"), "sqrt": ("Sqrt",), "std": ("Std",)}
 _FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
 
 
