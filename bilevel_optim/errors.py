@@ -18,7 +18,7 @@ __all__ = [
     "NonFiniteError",
     "RankError",
     "filters_kept",
-    "product_hint",
+    "root_hint",
     "warn",
 ]
 
@@ -32,6 +32,7 @@ DATA_FIRST = (
     "right"
 )
 REMEDY = f"{DATA_FIRST}, use a smaller lr or lower_lr"
+PRODUCTS = ("hvp", "jvp")
 PRODUCT = (
     "The gradients are finite and their derivative is not. Either the run diverges (use a smaller lr or lower_lr), or "
     "an operation of the loss has no finite second derivative at this point"
@@ -51,26 +52,31 @@ class NonFiniteError(ArithmeticError):
         self.oracle, self.step, self.hint = oracle, step, hint
         super().__init__(
             f"Non-finite values in {oracle} at outer step {step}; the parameters and the optimizer's state "
-            f"are unchanged. {hint or (PRODUCT if oracle in ('hvp', 'jvp') else REMEDY)}. "
+            f"are unchanged. {hint or (PRODUCT if oracle in PRODUCTS else REMEDY)}. "
             "check_finite=False turns this check off."
         )
 
 
-def product_hint(roots: tuple[str, ...], hint: str) -> str:
-    """Return advice for a product that is not finite although the gradients are.
+def root_hint(oracle: str, roots: tuple[str, ...], hint: str) -> str:
+    """Return advice for a derivative that is not finite.
 
     Args:
-        roots: operations of the loss, as users call them, whose second derivative is not finite at zero.
+        oracle: name of the oracle that returned it.
+        roots: operations of the loss, as users call them, that have no finite derivative of some order at zero.
         hint: advice of the method itself; empty if it has none.
     """
-    if not roots:
-        return hint
-    calls = " and ".join(f"{name}()" for name in roots)
-    return (
-        f"The gradients are finite and their derivative is not. The loss calls {calls}, whose second derivative in "
-        "torch is NaN at zero. Write a squared norm as y.square().sum(), a squared std as var(), and give other roots "
-        "a small number, (y.square().sum() + 1e-12).sqrt(). If nothing is zero there, use a smaller lr or lower_lr"
-    )
+    if oracle in PRODUCTS and "norm" in roots:
+        return (
+            "The gradients are finite and their derivative is not. The loss calls norm(), whose second derivative in "
+            "torch is NaN at zero: write y.square().sum() for y.norm() ** 2, and (y.square().sum() + 1e-12).sqrt() for "
+            "a norm. If nothing is zero there, use a smaller lr or lower_lr"
+        )
+    if oracle == "lower_grad" and "sqrt" in roots:
+        return (
+            "The loss calls sqrt(), whose derivative at zero is infinite: add a small number, (v + 1e-12).sqrt(), or "
+            "write the square without the root. If nothing is zero there, look at the data, or use a smaller lower_lr"
+        )
+    return hint
 
 
 class RankError(RuntimeError):
