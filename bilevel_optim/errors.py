@@ -19,6 +19,7 @@ __all__ = [
     "RankError",
     "filters_kept",
     "require_uninterrupted",
+    "root_hint",
     "warn",
 ]
 
@@ -32,6 +33,11 @@ DATA_FIRST = (
     "right"
 )
 REMEDY = f"{DATA_FIRST}, use a smaller lr or lower_lr"
+PRODUCTS = ("hvp", "jvp")
+PRODUCT = (
+    "The gradients are finite and their derivative is not. Either the run diverges (use a smaller lr or lower_lr), or "
+    "an operation of the loss has no finite second derivative at this point"
+)
 
 
 class NonFiniteError(ArithmeticError):
@@ -47,9 +53,31 @@ class NonFiniteError(ArithmeticError):
         self.oracle, self.step, self.hint = oracle, step, hint
         super().__init__(
             f"Non-finite values in {oracle} at outer step {step}; the parameters and the optimizer's state "
-            f"are unchanged. {hint or REMEDY}. "
+            f"are unchanged. {hint or (PRODUCT if oracle in PRODUCTS else REMEDY)}. "
             "check_finite=False turns this check off."
         )
+
+
+def root_hint(oracle: str, roots: tuple[str, ...], hint: str) -> str:
+    """Return advice for a derivative that is not finite.
+
+    Args:
+        oracle: name of the oracle that returned it.
+        roots: operations of the loss, as users call them, that have no finite derivative of some order at zero.
+        hint: advice of the method itself; empty if it has none.
+    """
+    if oracle in PRODUCTS and "norm" in roots:
+        return (
+            "The gradients are finite and their derivative is not. The loss calls norm(), whose second derivative in "
+            "torch is NaN at zero: write y.square().sum() for y.norm() ** 2, and (y.square().sum() + 1e-12).sqrt() for "
+            "a norm. If nothing is zero there, use a smaller lr or lower_lr"
+        )
+    if oracle == "lower_grad" and "sqrt" in roots:
+        return (
+            "The loss calls sqrt(), whose derivative at zero is infinite: add a small number, (v + 1e-12).sqrt(), or "
+            "write the square without the root. If nothing is zero there, look at the data, or use a smaller lower_lr"
+        )
+    return hint
 
 
 class RankError(RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +18,8 @@ __all__ = [
     "has_large_convolutions",
     "plain_weight_norm",
     "products_of",
+    "require_constant_weights",
+    "roots_in",
     "twice_differentiable",
     "working_unit",
 ]
@@ -46,6 +49,12 @@ def has_fused(loss: Tensor) -> bool:
 def has_kinks(loss: Tensor) -> bool:
     """Return True if a loss's graph contains activations such as ReLU, at whose kinks differences of gradients fail."""
     return _has(loss, _KINKED)
+
+
+def roots_in(loss: Tensor) -> tuple[str, ...]:
+    """Return the operations in a loss's graph, as users call them, without a finite second derivative at zero."""
+    names = {node.name() for node in _nodes(loss)}
+    return tuple(call for call, start in _ROOTS.items() if any(name.startswith(start) for name in names))
 
 
 def has_large_convolutions(loss: Tensor, large: int) -> bool:
@@ -98,6 +107,7 @@ _PRODUCTS = {
 }
 
 _KINKED = ("Relu", "LeakyRelu", "Prelu", "Rrelu", "Hardtanh", "Hardswish", "Threshold", "MaxPool", "AdaptiveMaxPool")
+_ROOTS = {"norm": ("Norm", "LinalgVectorNorm"), "sqrt": ("Sqrt",)}
 _FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
 
 
@@ -129,6 +139,23 @@ class twice_differentiable:
                     "first-order method (F2SA) needs no second derivatives. torch said: "
                     f"{str(error).splitlines()[0]}"
                 ) from error
+
+
+def require_constant_weights(error: RuntimeError) -> None:
+    """Explain torch's refusal to differentiate a loss in its ``weight=`` or ``pos_weight=``."""
+    refused = re.search(r"'(\w+)' is not differentiable with respect to argument '(\w*weight)'", str(error))
+    if refused is None:
+        return
+    function, argument = refused.groups()
+    instead = (
+        "-(pos_weight * target * F.logsigmoid(z) + (1 - target) * F.logsigmoid(-z)).mean()"
+        if argument == "pos_weight"
+        else "(weight[target] * F.cross_entropy(z, target, reduction='none')).mean(), or .sum() / weight[target].sum()"
+    )
+    raise RuntimeError(
+        f"a loss passes a parameter as {argument}= of an operation that torch cannot differentiate in it ({function}). "
+        f"Multiply the unreduced loss by the weights: {instead}"
+    ) from error
 
 
 def _reason(text: str) -> str | None:

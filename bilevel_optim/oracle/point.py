@@ -12,6 +12,7 @@ from torch import Tensor
 from ..problem.objective import Objective, Sample, batch_kept, note_batch, require_placed
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_leaves
+from .differentiable import require_constant_weights
 from .session import Session, as_scalar
 
 __all__ = ["Point"]
@@ -165,6 +166,7 @@ class Point:
         except Exception as error:
             if isinstance(error, RuntimeError):
                 require_placed(sample, self.device, error)
+                require_constant_weights(error)
             note_batch(sample, error)
             raise
 

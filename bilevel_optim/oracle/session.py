@@ -63,6 +63,7 @@ class LossFacts:
     """Facts about the losses, found by the first evaluations and not checked again."""
 
     fused: bool | None = None  # a loss contains fused operations that cannot be differentiated twice
+    roots: tuple[str, ...] = ()  # operations of the lower loss without a finite second derivative at zero
     kinked: bool | None = None  # the lower loss contains activations whose derivative jumps
     products: frozenset[str] | None = None  # products in the lower loss whose precision torch can lower
     fallback: str | None = None  # why the loop runs although vmap was requested

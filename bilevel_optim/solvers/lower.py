@@ -186,7 +186,8 @@ class LowerRule:
         groups = [{**own, "lr": rate} for own, rate in zip(self.optimizer.param_groups, rates, strict=True)]
         other = object.__new__(LowerRule)
         other.limits, other.lead, other._kind = limits or self.limits, self.lead, self._kind
-        other._is_limited = bool(other.limits)
+        # Not bool(), which Dynamo of torch 2.11 cannot trace.
+        other._is_limited = (other.limits.clip or other.limits.projection) is not None
         other.evaluates_once = self.evaluates_once
         other._initial = self._initial
         other.optimizer = _Groups(groups, self._kind, self.optimizer.defaults)  # type: ignore[assignment]

@@ -41,7 +41,8 @@ def update_vjp(
     g = Vector(as_variable(v.clone()) for v in gradient)
     with torch.enable_grad():
         m = [{key: _leaf(key, value, v) for key, value in state.items()} for state, v in zip(memory, y, strict=True)]
-        new_y, new_m = updated(rule.optimizer, y, m, rule.limits.clipped(g, rule.lead))
+        slope = rule.limits.clipped(g, rule.lead)
+        new_y, new_m = updated(rule.optimizer, y, m, slope, differentiated=True)
         new_y = [*rule.limits.projected(Vector(new_y), rule.lead)]
     outputs, seeds = list(new_y), list(adjoint)
     for state, seed in zip(new_m, memory_adjoint, strict=True):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -167,6 +168,54 @@ def test_an_empty_batch_is_not_a_matter_of_the_rates(method):
     optimizer = method([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
     with pytest.raises(bo.NonFiniteError, match=r"Look at the data first \(the mean over an empty batch is NaN"):
         optimizer.step(lambda: (y.sum() - nothing).mean(), lower)
+
+
+ROOTS = {
+    "norm": (lambda y: y.norm() ** 2, "The loss calls norm().*y.square().sum()"),
+    "sqrt": (lambda y: y.square().sum().sqrt() ** 2, "The loss calls sqrt()"),  # its gradient too
+    "others": (lambda y: y.abs().pow(1.5).sum(), "no finite second derivative at this point"),
+}
+
+
+@pytest.mark.parametrize("kind", ROOTS)
+@pytest.mark.parametrize("method", [bo.StocBiO, bo.ITD])
+def test_a_derivative_that_is_nan_at_zero_is_not_a_matter_of_the_data(method, kind):
+    """After the first step, which remembers what it found, too."""
+    x, y = torch.zeros((), requires_grad=True), torch.ones(3, requires_grad=True)
+    root, message = ROOTS[kind]
+    optimizer = method([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+
+    def step():
+        optimizer.step(lambda: (y - 1).square().sum(), lambda: (y * x).sum() + root(y))
+
+    for _ in range(kind == "norm"):
+        step()
+    with torch.no_grad():
+        y.zero_()
+        x.zero_()
+    message = message.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(bo.NonFiniteError, match=message):
+        step()
+
+
+WEIGHTED = {
+    "cross_entropy": (lambda w, z: F.cross_entropy(z, torch.arange(3), weight=w), "weight=.*weight\\[target\\]"),
+    "pos_weight": (
+        lambda w, z: F.binary_cross_entropy_with_logits(z, z.detach().sign().relu(), pos_weight=w),
+        "pos_weight=.*logsigmoid",
+    ),
+    "multi_margin": (lambda w, z: F.multi_margin_loss(z, torch.arange(3), weight=w), "weight=.*unreduced loss"),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTED)
+@pytest.mark.parametrize("method", [bo.AID, bo.F2SA])
+@pytest.mark.parametrize("tasks", [None, bo.TensorTasks(torch.randn(2, 4, 3, 3, dtype=torch.float64))])
+def test_weights_of_a_loss_that_are_parameters(method, kind, tasks):
+    x, y = torch.ones(3, requires_grad=True), torch.eye(3).requires_grad_()
+    (lower, message), optimizer = WEIGHTED[kind], method([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+    with pytest.raises(RuntimeError, match="a loss passes a parameter as " + message):
+        optimizer.step(lambda *_: y.square().sum(), lambda *b: lower(x, b[0][0] @ y if b else y), tasks=tasks)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
