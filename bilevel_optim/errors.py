@@ -14,6 +14,7 @@ __all__ = [
     "DATA_FIRST",
     "FILTERS",
     "BilevelWarning",
+    "DerivativeError",
     "GradcheckError",
     "NonFiniteError",
     "RankError",
@@ -48,6 +49,25 @@ class NonFiniteError(ArithmeticError):
             f"Non-finite values in {oracle} at outer step {step}; the parameters and the optimizer's state "
             f"are unchanged. {hint or REMEDY}. "
             "check_finite=False turns this check off."
+        )
+
+
+class DerivativeError(RuntimeError):
+    """A derivative of a loss is not that of its values; parameters and state are as they were before the call.
+
+    Attributes:
+        derivative: the derivative, in words.
+        relative_error: its error, relative to its norm.
+        operation: the operation in the graph of the loss that may be the cause; empty if none is known.
+    """
+
+    def __init__(self, derivative: str, relative_error: float, operation: str, remedy: str) -> None:
+        self.derivative, self.relative_error, self.operation = derivative, relative_error, operation
+        cause = f"The likely cause is the operation {operation}. " if operation else ""
+        super().__init__(
+            f"the {derivative} is off by {relative_error:.2g} of its norm; the parameters and the optimizer's state are "
+            f"unchanged. {cause}{remedy}. If this is intended (straight-through estimators, surrogate losses), "
+            "check_derivatives=False turns the check off."
         )
 
 

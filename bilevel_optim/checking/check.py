@@ -21,13 +21,12 @@ from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import is_number, require, require_choice
-from ..problem.random import default_state
+from ..problem.random import default_state, numbers_kept
 from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
 from .cause import cause
 from .clock import SECONDS, TimeLimit, TimeUp
-from .numbers import numbers_kept
 from .reference import FIRST, JOINT, KINK, MAX_BATCHES, SECOND, WHY, Coordinates, Reference, reference_of
 
 __all__ = ["HypergradientReport", "check_hypergradient"]
