@@ -65,8 +65,8 @@ class DerivativeError(RuntimeError):
         self.derivative, self.relative_error, self.operation = derivative, relative_error, operation
         cause = f"The likely cause is the operation {operation}. " if operation else ""
         super().__init__(
-            f"the {derivative} is off by {relative_error:.2g} of its norm; the parameters and the optimizer's state are "
-            f"unchanged. {cause}{remedy}. If this is intended (straight-through estimators, surrogate losses), "
+            f"the {derivative} is off by {relative_error:.2g} of its norm; the parameters and the optimizer's state "
+            f"are unchanged. {cause}{remedy}. If this is intended (straight-through estimators, surrogate losses), "
             "check_derivatives=False turns the check off."
         )
 

@@ -178,7 +178,7 @@ class _Probe:
     # ------------------------------------------------------------------------------------------------ evaluations
 
     def _place(self) -> None:
-        """Move the point a little, because where a gradient is zero faults may not show; back if values are undefined."""
+        """Move the point a little, as faults may not show where a gradient is zero; not to undefined values."""
         here = self.oracle
         x, y = (t + _direction(t, 0) * (SHIFT * max(1.0, float(t.norm()))) for t in (here.x, here.y))
         for point in (here.at(x, y), here):

@@ -19,7 +19,7 @@ STEPS = {"AID": {"lower_steps": 5}, "ITD": {"lower_steps": 5}, "F2SA": {"lower_s
 
 
 def method(name, x, y, **options):
-    return getattr(bo, name)(x, y, lr=0.1, lower_lr=0.1, **{**STEPS[name], **options})
+    return getattr(bo, name)(x, y, lr=0.1, **{"lower_lr": 0.1, **STEPS[name], **options})
 
 
 def classification(dtype=D, seed=1):
@@ -164,7 +164,9 @@ def network(kind):
     X, target = classification(torch.float32)
     layers = {
         "relu": [nn.Linear(5, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)],
-        "pooled": [nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 8, 2), nn.ReLU(), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(16, 4)],
+        "pooled": [
+            nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 8, 2), nn.ReLU(), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(16, 4),
+        ],
         "tanh": [nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 4)],
         "norm": [nn.Linear(5, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 4)],
         "weight norm": [weight_norm(nn.Linear(5, 32)), nn.Tanh(), nn.Linear(32, 4)],
