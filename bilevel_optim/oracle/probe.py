@@ -13,6 +13,7 @@ is wrong only if it is off by many times that, along three directions; kinks, no
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -45,6 +46,7 @@ SMALLER = 0.25  # factor of the second step
 CLEAR = 30.0  # a derivative is wrong if it is off by so many times the error of the differences
 CLEAR_OF_HIDDEN = 100.0  # the same for a loss with operations of unknown contents, which may have kinks
 CLEAR_OF_KINKS = 1000.0  # the same for a loss with kinks; of n kinks crossed, the two differences share about sqrt(n)
+LANE_ROUNDING = 1e4  # rounding units that evaluations under vmap may differ by
 SEEDS = (1, 2, 3)
 SHIFT = 0.03  # relative distance from the point of the step at which derivatives are compared
 
@@ -181,15 +183,16 @@ class _Probe:
         """Move the point a little, as faults may not show where a gradient is zero; not to undefined values."""
         here = self.oracle
         x, y = (t + _direction(t, 0) * (SHIFT * max(1.0, float(t.norm()))) for t in (here.x, here.y))
-        for point in (here.at(x, y), here):
-            self.oracle, self.x, self.y = point, point.x, point.y
-            self._look()
-            if math.isfinite(self.value):
-                return
+        try:
+            self._look(here.at(x, y))
+        except Exception:
+            self.value = math.nan
+        if not math.isfinite(self.value):
+            self._look(here)
 
-    def _look(self) -> None:
-        """Evaluate once; note facts about the graph of the loss, and whether it draws random numbers."""
-        oracle = self.oracle
+    def _look(self, oracle: Oracle) -> None:
+        """Evaluate at this point; note facts about the graph of the loss, and whether it draws random numbers."""
+        self.oracle, self.x, self.y = oracle, oracle.x, oracle.y
         again = Sample(self.sample.loss, self.sample.arguments)
         again.features = (
             None if self.sample.features is None else Sample(self.sample.features.loss, self.sample.arguments)
@@ -212,10 +215,10 @@ class _Probe:
         with point.session.buffers_kept(), point.placed():
             return float(point.value(self.level, self.sample).detach().double())
 
-    def _gradient(self) -> tuple[Vector, Vector]:
-        evaluate = self.oracle.upper if self.level == "upper" else self.oracle.lower_jointly
-        _, in_x, in_y = evaluate(self.sample)
-        return in_x, in_y
+    def _gradient(self, x: Vector, y: Vector) -> tuple[float, Vector]:
+        """Return the value of the lower loss and its gradient in y."""
+        loss, gradient = self.oracle.at(x, y).lower(self.sample)
+        return float(loss), gradient
 
     # ------------------------------------------------------------------------------------------------ comparisons
 
@@ -225,107 +228,135 @@ class _Probe:
         ``copies``: compare copies under vmap, even if the step has made none.
         """
         along_x, along_y = (_direction(like, seed) for like in (self.x, self.y))
+        concerns = frozenset(which for which in concerns if which.startswith(self.level))
         found: dict[str, Compared] = {}
-        products: tuple[Vector, Vector] | None = None
-        if self.level == "lower" and concerns & {"lower yy", "lower xy"}:
+        if concerns & {"lower yy", "lower xy"}:
             with self.oracle.lower_system(self.sample) as system:
-                products = system.both(along_y)
-        gradient = self._gradient()
-        for name, at, along, own in (("x", self.x, along_x, gradient[0]), ("y", self.y, along_y, gradient[1])):
-            if f"{self.level} {name}" in concerns:
-                found[name] = self._slope(name, at, along, own)
-        if products is not None:
-            cross, product = products
+                (cross, product), in_y = system.both(along_y), system.gradient
+            ends = functools.cache(partial(self._ends, along_y))
+            found |= self._slopes(concerns & {"lower y"}, Vector(()), in_y, along_x, along_y, ends)
             if "lower yy" in concerns:
-                found["yy"] = self._product(product, gradient[1], along_y)
+                found["yy"] = self._product(product, in_y, ends)
             if "lower xy" in concerns:
-                found["xy"] = self._cross(cross, gradient[1], along_x, along_y)
-        found |= self._lanes(gradient, copies)
+                found["xy"] = self._cross(cross, in_y, along_x, along_y)
+            concerns = concerns & {"lower x"}
+        vmapped = self._vmapped(copies)
+        if concerns or vmapped:
+            evaluate = self.oracle.upper if self.level == "upper" else self.oracle.lower_jointly
+            _, in_x, in_y = evaluate(self.sample)
+            found |= self._slopes(concerns, in_x, in_y, along_x, along_y)
+            if vmapped:
+                found["lanes"] = self._lanes(in_x, in_y)
         return found
 
-    def _slope(self, name: str, at: Vector, along: Vector, gradient: Vector) -> Compared:
-        step = self._step(at)
+    def _ends(self, along: Vector, step: float) -> list[tuple[float, Vector]]:
+        """Return the values and gradients of the lower loss at both ends of a difference over y."""
+        return [self._gradient(self.x, self.y + along * t) for t in (step, -step)]
 
-        def value(t: float) -> float:
-            moved = at + along * t
-            return self._value(x=moved) if name == "x" else self._value(y=moved)
+    def _slopes(
+        self,
+        which: frozenset[str],
+        in_x: Vector,
+        in_y: Vector,
+        along_x: Vector,
+        along_y: Vector,
+        ends: Callable[[float], list[tuple[float, Vector]]] | None = None,
+    ) -> dict[str, Compared]:
+        """Compare gradients with differences of values, which ``ends`` has for those over y."""
+        found: dict[str, Compared] = {}
+        for name, at, along, gradient in (("x", self.x, along_x, in_x), ("y", self.y, along_y, in_y)):
+            if f"{self.level} {name}" not in which:
+                continue
 
-        def difference(factor: float) -> Vector:
-            e = step * factor
-            return _number((value(e) - value(-e)) / (2 * e))
+            def difference(e: float, name: str = name, at: Vector = at, along: Vector = along) -> Vector:
+                if ends is not None:
+                    above, below = (value for value, _ in ends(e))
+                elif name == "x":
+                    above, below = (self._value(x=at + along * t) for t in (e, -e))
+                else:
+                    above, below = (self._value(y=at + along * t) for t in (e, -e))
+                return _number((above - below) / (2 * e))
 
-        entries = sum(t.numel() for t in at)
-        return compare(
-            _number(float(along.dot(gradient))),
-            difference,
-            size=float(gradient.norm()) / math.sqrt(entries),
-            noise=4 * self.unit * abs(self.value) / step,
-            tolerance=self._tolerance(),
-        )
+            found[name] = self._judged(_number(float(along.dot(gradient))), difference, at, gradient, abs(self.value))
+        return found
 
-    def _product(self, product: Vector, gradient: Vector, along: Vector) -> Compared:
+    def _product(
+        self, product: Vector, gradient: Vector, ends: Callable[[float], list[tuple[float, Vector]]]
+    ) -> Compared:
         """Compare a Hessian-vector product with differences of gradients."""
-        step = self._step(self.y)
 
-        def difference(factor: float) -> Vector:
-            e = step * factor
-            ends = [self.oracle.at(lower=self.y + along * t).lower(self.sample)[1] for t in (e, -e)]
-            return (ends[0] - ends[1]) * (0.5 / e)
+        def difference(e: float) -> Vector:
+            (_, above), (_, below) = ends(e)
+            return (above - below) * (0.5 / e)
 
-        return compare(
-            product,
-            difference,
-            size=0.0,
-            noise=4 * self.unit * float(gradient.norm()) / step,
-            tolerance=self._tolerance(),
-            clear=self._clear(),
-        )
+        return self._judged(product, difference, self.y, product, float(gradient.norm()), self._clear())
 
     def _cross(self, product: Vector, gradient: Vector, along_x: Vector, along_y: Vector) -> Compared:
         """Compare a cross product, along a direction in x, with differences over x of the gradient in y."""
-        step = self._step(self.x)
 
-        def difference(factor: float) -> Vector:
-            e = step * factor
-            ends = [self.oracle.at(self.x + along_x * t, self.y).lower(self.sample)[1] for t in (e, -e)]
-            return _number(float(along_y.dot(ends[0] - ends[1])) / (2 * e))
+        def difference(e: float) -> Vector:
+            above, below = (self._gradient(self.x + along_x * t, self.y)[1] for t in (e, -e))
+            return _number(float(along_y.dot(above - below)) / (2 * e))
 
-        entries = sum(t.numel() for t in self.x)
+        claimed = _number(float(along_x.dot(product)))
+        return self._judged(claimed, difference, self.x, product, float(gradient.norm()), self._clear())
+
+    def _judged(
+        self,
+        claimed: Vector,
+        difference: Callable[[float], Vector],
+        at: Vector,
+        vector: Vector,
+        size: float,
+        clear: float = CLEAR,
+    ) -> Compared:
+        """Compare a derivative with differences over steps; ``vector`` has all entries, ``size`` is what differs."""
+        step = self.unit ** (1 / 3) * max(1.0, float(at.norm()))
         return compare(
-            _number(float(along_x.dot(product))),
-            difference,
-            size=float(product.norm()) / math.sqrt(entries),
-            noise=4 * self.unit * float(gradient.norm()) / step,
-            tolerance=self._tolerance(),
-            clear=self._clear(),
+            claimed,
+            lambda factor: difference(step * factor),
+            size=float(vector.norm()) / math.sqrt(sum(t.numel() for t in vector)),
+            noise=4 * self.unit * size / step,
+            tolerance=self._tolerance,
+            clear=clear,
         )
 
-    def _lanes(self, gradient: tuple[Vector, Vector], copies: bool) -> dict[str, Compared]:
-        """Compare evaluations under vmap with plain ones, if the step has made any."""
+    def _vmapped(self, copies: bool) -> bool:
+        """Return True if the step has evaluated copies or tasks under vmap, so that these are compared."""
         found = self.session.found
         if found.fallback is not None:
-            return {}
-        loss, sample = self.sample.loss, self.sample
-        pairs: list[tuple[Vector, Vector]] = []
-        if isinstance(loss, LaneLoss):
-            if f"{self.level} tasks" in found.vmapped and self.oracle.lanes != 1:
-                pairs.append(tuple(self._first_tasks(loss, vectorize) for vectorize in (True, False)))  # type: ignore[arg-type]
-        elif copies or f"{self.level} copies" in found.vmapped:
-            other = self.y + _direction(self.y, 0) * self._step(self.y)
-            points = Copies(self.oracle, stack([self.y, other]))
-            (values,), in_y = points.lower_slopes((self.level, sample, [1.0, 1.0]))
-            _, in_x = points.upper_slope((self.level, sample, [1.0, 0.0]))
-            value = _number(self._value())
-            pairs += [(_number(float(values[0])), value), (in_y.lane(0), gradient[1]), (in_x, gradient[0])]
-        if not pairs:
-            return {}
-        worst = max((_apartness(a, b) for a, b in pairs), default=0.0)
-        if worst <= self._tolerance():
-            return {"lanes": Compared("right", worst)}
-        return {"lanes": Compared("unknown" if self.draws or not math.isfinite(worst) else "wrong", worst)}
+            return False
+        if isinstance(self.sample.loss, LaneLoss):
+            return f"{self.level} tasks" in found.vmapped and self.oracle.lanes != 1
+        return copies or f"{self.level} copies" in found.vmapped
 
-    def _first_tasks(self, loss: LaneLoss, vectorize: bool) -> Vector:
-        """Return value and gradient of the sum of the first two tasks' losses, under vmap or one by one."""
+    def _lanes(self, in_x: Vector, in_y: Vector) -> Compared:
+        """Compare evaluations under vmap with plain ones."""
+        if isinstance(self.sample.loss, LaneLoss):
+            pairs = list(zip(*(self._first_tasks(self.sample.loss, way) for way in (True, False)), strict=True))
+        else:
+            other = self.y + _direction(self.y, SEEDS[0]) * SHIFT
+            points = Copies(self.oracle, stack([self.y, other]))
+            (values,), of_y = points.lower_slopes((self.level, self.sample, [1.0, 1.0]))
+            _, of_x = points.upper_slope((self.level, self.sample, [1.0, 0.0]))
+            value = float(values[0])
+            pairs = [(_number(value), _number(self._value())), (of_y.lane(0), in_y), (of_x, in_x)]
+        scales = [max(float(a.norm()), float(b.norm())) for a, b in pairs]
+        least = LANE_ROUNDING * self.unit * max(scales)
+        error = max(
+            [
+                apart / scale
+                for (a, b), scale in zip(pairs, scales, strict=True)
+                if (apart := float((a - b).norm())) > least
+            ],
+            default=0.0,
+        )
+        if error <= self._tolerance:
+            return Compared("right", error)
+        return Compared("unknown" if self.draws or not math.isfinite(error) else "wrong", error)
+
+    def _first_tasks(self, loss: LaneLoss, vectorize: bool) -> tuple[Vector, Vector, Vector]:
+        """Return value and gradients of the sum of the first two tasks' losses, under vmap or one by one."""
         base = _apart(loss.oracle, self.session)
         base.session.options = replace(base.session.options, vectorize=vectorize)
         x = None if len(loss.leaves) == len(self.y) else Vector(t[:2] for t in self.x)
@@ -335,12 +366,9 @@ class _Probe:
             value, in_x, in_y = few.upper(few.f.sample(batch))
         else:
             value, in_x, in_y = few.lower_jointly(few.g.sample(batch))
-        return Vector((value.reshape(1), *in_x, *in_y))
+        return Vector([value]), in_x, in_y
 
-    def _step(self, at: Vector) -> float:
-        """Return the step of differences along a unit vector."""
-        return self.unit ** (1 / 3) * max(1.0, float(at.norm()))
-
+    @property
     def _tolerance(self) -> float:
         return 1e-3 if self.unit < 1e-12 else 1e-2
 
@@ -423,11 +451,6 @@ def _direction(like: Sequence[Tensor], seed: int) -> Vector:
 
 def _number(value: float) -> Vector:
     return Vector([torch.tensor([value], dtype=torch.float64, device="cpu")])
-
-
-def _apartness(a: Vector, b: Vector) -> float:
-    scale = max(float(a.norm()), float(b.norm()))
-    return float((a - b).norm()) / scale if scale else 0.0
 
 
 def _itself(loss: Callable[..., object]) -> Callable[..., object]:
