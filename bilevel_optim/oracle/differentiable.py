@@ -71,7 +71,7 @@ def has_jumps(loss: Tensor) -> bool:
 
 def custom_operations(loss: Tensor) -> list[str]:
     """Return the names of the operations in a loss's graph whose derivatives are Python functions, not torch's own."""
-    found = {node.name() for node in _nodes(loss) if isinstance(node, BackwardCFunction)}
+    found = {node.name() for node in _nodes(loss) if issubclass(type(node), BackwardCFunction)}
     return sorted(name.removeprefix("GeneratedBackwardFor_").removesuffix("Backward") for name in found)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..errors import DerivativeError
 from ..problem.objective import Sample
-from ..problem.random import default_state, numbers_kept, set_default_state
+from ..problem.random import default_state, numbers_kept
 from ..problem.tasks import select
 from ..problem.vector import Vector, stack
 from .copies import Copies
@@ -34,7 +34,7 @@ from .lanes import LaneLoss, stacked
 from .oracle import Oracle
 from .session import Session
 
-__all__ = ["FIRST", "JOINT", "SECOND", "Compared", "check_derivatives", "compare"]
+__all__ = ["FIRST", "JOINT", "SECOND", "Judgement", "check_derivatives", "compare"]
 
 # Derivatives of the losses that methods of each kind take: of which loss, in which variables.
 FIRST = frozenset({"upper x", "upper y", "lower y"})
@@ -65,7 +65,7 @@ NO_REMEDY = (
 )
 
 
-class Compared(NamedTuple):
+class Judgement(NamedTuple):
     """Outcome of a comparison: ``"right"``, ``"wrong"`` or ``"unknown"``, and the relative error."""
 
     outcome: str
@@ -80,7 +80,7 @@ def compare(
     noise: float,
     tolerance: float,
     clear: float = CLEAR,
-) -> Compared:
+) -> Judgement:
     """Compare a derivative along a direction with differences.
 
     Args:
@@ -95,17 +95,17 @@ def compare(
     scale = max(float(claimed.norm()), float(usual.norm()), size)
     error = float((claimed - usual).norm())
     if not math.isfinite(scale + error):
-        return Compared("unknown", math.nan)
+        return Judgement("unknown", math.nan)
     if error <= tolerance * scale:
-        return Compared("right", error / scale if scale else 0.0)
+        return Judgement("right", error / scale if scale else 0.0)
     smaller = difference(SMALLER)
     error = min(error, float((claimed - smaller).norm()))  # the benefit of the doubt
     own = max(float((usual - smaller).norm()), noise / SMALLER)
     if not math.isfinite(error + own):
-        return Compared("unknown", math.nan)
+        return Judgement("unknown", math.nan)
     if error <= tolerance * scale:
-        return Compared("right", error / scale)
-    return Compared("wrong" if error > clear * own else "unknown", error / scale)
+        return Judgement("right", error / scale)
+    return Judgement("wrong" if error > clear * own else "unknown", error / scale)
 
 
 def check_derivatives(session: Session, concerns: frozenset[str]) -> str:
@@ -129,11 +129,11 @@ def check_derivatives(session: Session, concerns: frozenset[str]) -> str:
             opened.append(f"{called} not checked: its parameters are sharded")
             continue
         with numbers_kept(oracle.device):
-            opened += _Probe(level, oracle, sample, session).open(concerns)
+            opened += _LossCheck(level, oracle, sample, session).open(concerns)
     return "; ".join(opened)
 
 
-class _Probe:
+class _LossCheck:
     """The derivatives of one loss at one point, on one sample.
 
     Args:
@@ -197,8 +197,6 @@ class _Probe:
         again.features = (
             None if self.sample.features is None else Sample(self.sample.features.loss, self.sample.arguments)
         )
-        for state in self.sample._random:
-            set_default_state(oracle.device, state)
         before = default_state(oracle.device)
         with oracle.session.buffers_kept(), oracle.placed():
             loss = oracle.value(self.level, again)
@@ -222,14 +220,14 @@ class _Probe:
 
     # ------------------------------------------------------------------------------------------------ comparisons
 
-    def _compared(self, concerns: frozenset[str], seed: int, copies: bool = False) -> dict[str, Compared]:
+    def _compared(self, concerns: frozenset[str], seed: int, copies: bool = False) -> dict[str, Judgement]:
         """Return the outcome for each derivative of this loss that matters, along directions of this seed.
 
         ``copies``: compare copies under vmap, even if the step has made none.
         """
         along_x, along_y = (_direction(like, seed) for like in (self.x, self.y))
         concerns = frozenset(which for which in concerns if which.startswith(self.level))
-        found: dict[str, Compared] = {}
+        found: dict[str, Judgement] = {}
         if concerns & {"lower yy", "lower xy"}:
             with self.oracle.lower_system(self.sample) as system:
                 (cross, product), in_y = system.both(along_y), system.gradient
@@ -261,9 +259,9 @@ class _Probe:
         along_x: Vector,
         along_y: Vector,
         ends: Callable[[float], list[tuple[float, Vector]]] | None = None,
-    ) -> dict[str, Compared]:
+    ) -> dict[str, Judgement]:
         """Compare gradients with differences of values, which ``ends`` has for those over y."""
-        found: dict[str, Compared] = {}
+        found: dict[str, Judgement] = {}
         for name, at, along, gradient in (("x", self.x, along_x, in_x), ("y", self.y, along_y, in_y)):
             if f"{self.level} {name}" not in which:
                 continue
@@ -282,7 +280,7 @@ class _Probe:
 
     def _product(
         self, product: Vector, gradient: Vector, ends: Callable[[float], list[tuple[float, Vector]]]
-    ) -> Compared:
+    ) -> Judgement:
         """Compare a Hessian-vector product with differences of gradients."""
 
         def difference(e: float) -> Vector:
@@ -291,7 +289,7 @@ class _Probe:
 
         return self._judged(product, difference, self.y, product, float(gradient.norm()), self._clear())
 
-    def _cross(self, product: Vector, gradient: Vector, along_x: Vector, along_y: Vector) -> Compared:
+    def _cross(self, product: Vector, gradient: Vector, along_x: Vector, along_y: Vector) -> Judgement:
         """Compare a cross product, along a direction in x, with differences over x of the gradient in y."""
 
         def difference(e: float) -> Vector:
@@ -309,7 +307,7 @@ class _Probe:
         vector: Vector,
         size: float,
         clear: float = CLEAR,
-    ) -> Compared:
+    ) -> Judgement:
         """Compare a derivative with differences over steps; ``vector`` has all entries, ``size`` is what differs."""
         step = self.unit ** (1 / 3) * max(1.0, float(at.norm()))
         return compare(
@@ -330,7 +328,7 @@ class _Probe:
             return f"{self.level} tasks" in found.vmapped and self.oracle.lanes != 1
         return copies or f"{self.level} copies" in found.vmapped
 
-    def _lanes(self, in_x: Vector, in_y: Vector) -> Compared:
+    def _lanes(self, in_x: Vector, in_y: Vector) -> Judgement:
         """Compare evaluations under vmap with plain ones."""
         if isinstance(self.sample.loss, LaneLoss):
             pairs = list(zip(*(self._first_tasks(self.sample.loss, way) for way in (True, False)), strict=True))
@@ -352,8 +350,8 @@ class _Probe:
             default=0.0,
         )
         if error <= self._tolerance:
-            return Compared("right", error)
-        return Compared("unknown" if self.draws or not math.isfinite(error) else "wrong", error)
+            return Judgement("right", error)
+        return Judgement("unknown" if self.draws or not math.isfinite(error) else "wrong", error)
 
     def _first_tasks(self, loss: LaneLoss, vectorize: bool) -> tuple[Vector, Vector, Vector]:
         """Return value and gradients of the sum of the first two tasks' losses, under vmap or one by one."""

@@ -12,7 +12,7 @@ from bilevel_optim.oracle.probe import compare
 from bilevel_optim.problem.vector import Vector
 
 from ..problems import seeded
-from ..test_verdicts import problem
+from ..test_verdicts import Wrong, problem
 
 D = torch.float64
 STEPS = {"AID": {"lower_steps": 5}, "ITD": {"lower_steps": 5}, "F2SA": {"lower_steps": 5}, "SOBA": {}}
@@ -248,3 +248,70 @@ def test_compare_leaves_open_what_two_differences_do_not_agree_on():
     assert compare(claimed, lambda factor: Vector([(2 + 0.1 * factor) * one]), **call).outcome == "unknown"
     assert compare(claimed, lambda factor: Vector([2 * one]), **{**call, "noise": 0.02}).outcome == "unknown"
     assert compare(claimed, lambda factor: Vector([one * torch.nan]), **call).outcome == "unknown"
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no chunked loss")
+def test_tasks_under_vmap_are_compared_with_single_ones():
+    y = weights()
+    x = torch.zeros(4, 5, requires_grad=True)
+    X, target = torch.randn(3, 40, 5, generator=seeded(5)), torch.randint(4, (3, 40), generator=seeded(6))
+    tasks = bo.TensorTasks((X, target), (X, target))
+
+    def lower(batch):
+        options = nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(batch[0], y, batch[1], options=options) + (y - x).square().sum()
+
+    def upper(batch):
+        return F.cross_entropy(batch[0] @ y.T, batch[1])
+
+    optimizer = method("F2SA", [x], [y], vectorize=False, lower_lr="auto")
+    optimizer.step(upper, lower, tasks=tasks)
+    optimizer = method("F2SA", [x], [y], lower_lr="auto")
+    with pytest.raises(bo.DerivativeError, match="lower loss's .* off by"):
+        optimizer.step(upper, lower, tasks=tasks)
+    optimizer = method("AID", [x], [y])
+    optimizer.step(upper, lambda batch: upper(batch) + (y - x).square().sum(), tasks=tasks)
+    assert "derivatives" not in optimizer.diagnostics
+
+
+def test_a_loss_whose_values_differ_under_vmap():
+    """Random numbers may; other values may not."""
+
+    def lower(noise, x, y):
+        inside = torch._C._functorch.maybe_current_level() is not None
+        return (y - x).square().sum() * (2 if inside and not noise else 1) + noise * (torch.rand(3) @ y)
+
+    for noise in (0, 1):
+        x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+        losses = lambda y=y: (y - 1).square().sum(), lambda n=noise, x=x, y=y: lower(n, x, y)  # noqa: E731
+        optimizer = method("F2SA", [x], [y])
+        if noise:
+            optimizer.step(*losses)
+        else:
+            with pytest.raises(bo.DerivativeError, match="under torch.func.vmap, compared with a plain one"):
+                optimizer.step(*losses)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("features", [False, True])
+def test_parts_and_features_are_checked_too(accumulate, features):
+    x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    for fault in (False, True):
+        part = lambda c, fault=fault: (Wrong.apply(x) if fault else x) * c  # noqa: E731
+        loss = lambda z: (y - z).square().sum()  # noqa: E731
+        options = {"features": part} if features else {}
+        whole = loss if features else lambda c, part=part, loss=loss: loss(part(c))
+        lower = bo.Objective(whole, [1.0, 2.0], accumulate=accumulate, **options)
+        for name in ("AID", "ITD", "F2SA"):
+            optimizer = method(name, [x], [y])
+            if fault:
+                with pytest.raises(bo.DerivativeError, match="lower loss's .* in x"):
+                    optimizer.step(lambda: (y - 1).square().sum(), lower)
+            else:
+                optimizer.step(lambda: (y - 1).square().sum(), lower)
+                assert "derivatives" not in optimizer.diagnostics
+
+
+def test_other_options_than_true_and_false_are_refused():
+    with pytest.raises(ValueError, match="Invalid check_derivatives value: 1"):
+        bo.SOBA([torch.zeros(1, requires_grad=True)], [torch.zeros(1, requires_grad=True)], lr=1, check_derivatives=1)
