@@ -353,7 +353,7 @@ class Method(Options, Optimizer, ABC):
 
     def _losses(self, oracle: Oracle, tasks: Any) -> tuple[Any, ...]:
         """Return what identifies the losses of a step: their code, the mode of modules, and the kind of problem."""
-        return oracle.f.code, oracle.g.code, self._run_state.buffers.mode, tasks is None
+        return id(oracle.f.code), id(oracle.g.code), self._run_state.buffers.mode, tasks is None
 
     def _has_new_losses(self, oracle: Oracle, tasks: Any) -> bool:
         """Return True if the derivatives of these losses have not been checked, and not those of many others."""
@@ -364,7 +364,10 @@ class Method(Options, Optimizer, ABC):
         """Raise if a derivative that the estimate has used is wrong; note what could not be decided."""
         session = oracle.session
         opened = check_derivatives(session, self._derivatives)
-        session.found.derivatives = {**session.found.derivatives, self._losses(oracle, tasks): opened}
+        session.found.derivatives = {
+            **session.found.derivatives,
+            self._losses(oracle, tasks): (opened, oracle.f.code, oracle.g.code),  # while these exist, so do their ids
+        }
 
     @property
     def _derivatives(self) -> frozenset[str]:

@@ -74,13 +74,13 @@ class LossFacts:
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
     dependency_checked: frozenset[str] = frozenset()  # levels whose dependencies are known
-    derivatives: Mapping[Any, str] = field(default_factory=dict)  # losses whose derivatives were checked: what is open
+    derivatives: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)  # checked losses: what is open, their code
     ignores_other_level: frozenset[str] = frozenset()  # levels whose loss depends on no parameter of the other one
 
     def diagnostics(self) -> dict[str, str]:
         """Return the facts that the diagnostics of a step report."""
         found = {} if self.fallback is None else {"vectorize_fallback": self.fallback}
-        if self.derivatives and (opened := "; ".join(sorted({*self.derivatives.values()} - {""}))):
+        if self.derivatives and (opened := "; ".join(sorted({text for text, *_ in self.derivatives.values() if text}))):
             found["derivatives"] = opened
         return found
 
