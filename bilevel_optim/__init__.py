@@ -16,6 +16,7 @@ from .checking.suggest import Suggestion as Suggestion
 from .checking.suggest import SuggestionRow as SuggestionRow
 from .checking.suggest import suggest as suggest
 from .errors import BilevelWarning as BilevelWarning
+from .errors import DerivativeError as DerivativeError
 from .errors import GradcheckError as GradcheckError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import RankError as RankError

@@ -14,6 +14,7 @@ __all__ = [
     "DATA_FIRST",
     "FILTERS",
     "BilevelWarning",
+    "DerivativeError",
     "GradcheckError",
     "NonFiniteError",
     "RankError",
@@ -78,6 +79,25 @@ def root_hint(oracle: str, roots: tuple[str, ...], hint: str) -> str:
             "write the square without the root. If nothing is zero there, look at the data, or use a smaller lower_lr"
         )
     return hint
+
+
+class DerivativeError(RuntimeError):
+    """A derivative of a loss is not that of its values; parameters and state are as they were before the call.
+
+    Attributes:
+        derivative: the derivative, in words.
+        relative_error: its error, relative to its norm.
+        operation: the operation in the graph of the loss that may be the cause; empty if none is known.
+    """
+
+    def __init__(self, derivative: str, relative_error: float, operation: str, remedy: str) -> None:
+        self.derivative, self.relative_error, self.operation = derivative, relative_error, operation
+        cause = f"The likely cause is the operation {operation}. " if operation else ""
+        super().__init__(
+            f"the {derivative} is off by {relative_error:.2g} of its norm; the parameters and the optimizer's state "
+            f"are unchanged. {cause}{remedy}. If this is intended (straight-through estimators, surrogate losses), "
+            "check_derivatives=False turns the check off."
+        )
 
 
 class RankError(RuntimeError):

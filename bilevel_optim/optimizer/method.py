@@ -19,6 +19,7 @@ from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
 from ..oracle.oracle import Oracle
+from ..oracle.probe import FIRST, JOINT, SECOND, check_derivatives
 from ..oracle.session import EvaluationOptions, LossFacts
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import (
@@ -78,6 +79,7 @@ from .task_mean import task_mean
 from .transaction import Transaction, Write, undo_of, writes_of, writes_of_update
 from .upper_gradient import check_gradients
 
+MOST_CHECKS = 16  # different losses of one optimizer whose derivatives are checked
 KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
 
 __all__ = ["Method"]
@@ -100,6 +102,7 @@ class Method(Options, Optimizer, ABC):
     upper_optimizer: InitVar[Callable[[Any], Optimizer] | None] = factory(default=None)
     lower_optimizer: InitVar[Callable[[Any], Optimizer] | None] = factory(default=None)
     check_finite: bool = flag(default=True)
+    check_derivatives: bool = flag(default=True)
     generator: torch.Generator | None = option(default=None, check=is_generator)
     vectorize: InitVar[bool | int] = chunk(default=True)
     hvp: InitVar[str] = choice("exact", "finite-difference", default="exact")
@@ -338,7 +341,12 @@ class Method(Options, Optimizer, ABC):
 
     def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
         """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
+        new_losses = self.check_derivatives and self._has_new_losses(oracle, tasks)
+        if new_losses:
+            oracle.session.used = {}
         estimate = self._estimate(oracle, inputs, tasks)
+        if new_losses:
+            self._check_derivatives(oracle, tasks)
         if oracle.session.buffers_skipped:
             advance_buffers(oracle, estimate.lower)
         oracle.session.lower_sample = None  # a reference cycle would keep the step's graphs
@@ -347,6 +355,31 @@ class Method(Options, Optimizer, ABC):
             with torch.set_grad_enabled(False):
                 new = self.update(oracle.x, estimate.gradient, inputs.after(estimate))
         return StepResults(estimate, new)
+
+    def _losses(self, oracle: Oracle, tasks: Any) -> tuple[Any, ...]:
+        """Return what identifies the losses of a step: their code, the mode of modules, and the kind of problem."""
+        return id(oracle.f.code), id(oracle.g.code), self._run_state.buffers.mode, tasks is None
+
+    def _has_new_losses(self, oracle: Oracle, tasks: Any) -> bool:
+        """Return True if the derivatives of these losses have not been checked, and not those of many others."""
+        known = oracle.session.found.derivatives
+        return len(known) < MOST_CHECKS and self._losses(oracle, tasks) not in known
+
+    def _check_derivatives(self, oracle: Oracle, tasks: Any) -> None:
+        """Raise if a derivative that the estimate has used is wrong; note what could not be decided."""
+        session = oracle.session
+        opened = check_derivatives(session, self._derivatives)
+        session.found.derivatives = {
+            **session.found.derivatives,
+            self._losses(oracle, tasks): (opened, oracle.f.code, oracle.g.code),  # while these exist, so do their ids
+        }
+
+    @property
+    def _derivatives(self) -> frozenset[str]:
+        """Derivatives of the losses that an estimate takes."""
+        if self._exact_products:
+            return SECOND
+        return JOINT if self._responds and self.declared.family != "zeroth-order" else FIRST
 
     def _estimate(
         self, oracle: Oracle, inputs: StepInputs, tasks: Any, start: Sequence[Tensor] | None = None
@@ -543,6 +576,7 @@ class Method(Options, Optimizer, ABC):
         if hasattr(self, "_run_state"):
             self._run_state.found.ranks_agree = False  # the new parameters have not been compared
             self._run_state.buffers.record_again()
+            self._run_state.found.derivatives = {}
         if level == "lower" and self._stationary:
             self._lower_checks.warn_of_decay(self.param_groups[-1])
 

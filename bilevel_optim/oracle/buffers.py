@@ -85,6 +85,13 @@ class Buffers:
         """True if no evaluation changes any buffer."""
         return self.complete and self._none
 
+    @property
+    def mode(self) -> int:
+        """Number of the modules with buffers that are in training mode, of those that losses have called."""
+        if not (self._called[True] or self._called[False]):
+            return 0
+        return sum([m.training for modules in self._called.values() for m in modules])
+
     def changing(self) -> list[Tensor]:
         """Return the buffers that evaluations currently change, in a fixed order."""
         if self._none:

@@ -98,6 +98,7 @@ class Copies:
         for level, samples, _ in terms:
             if level == "lower":  # all of it, not its last part
                 oracle.session.lower_sample = samples if isinstance(samples, Sample) else samples[-1]
+            oracle.session.note_use(level, oracle, samples if isinstance(samples, Sample) else samples[0])
         *means, total = oracle.averaged(*[_mean(found) for found in values], _sum(gradients))
         return means, total
 

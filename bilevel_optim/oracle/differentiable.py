@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 __all__ = [
+    "UnchunkedCrossEntropy",
+    "custom_operations",
     "has_fused",
+    "has_jumps",
     "has_kinks",
     "has_large_convolutions",
     "plain_weight_norm",
@@ -36,6 +40,18 @@ class _PlainWeightNorm(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class UnchunkedCrossEntropy(TorchFunctionMode):
+    """The loss ``F.linear_cross_entropy`` without its options: in chunks it has no second derivative, silently."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "linear_cross_entropy":
+            kwargs = {name: value for name, value in kwargs.items() if name != "options"}
+        return func(*args, **kwargs)
+
+
 def plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Compute weight normalisation in plain operations."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
@@ -55,6 +71,17 @@ def roots_in(loss: Tensor) -> tuple[str, ...]:
     """Return the operations in a loss's graph, as users call them, without a finite second derivative at zero."""
     names = {node.name() for node in _nodes(loss)}
     return tuple(call for call, start in _ROOTS.items() if any(name.startswith(start) for name in names))
+
+
+def has_jumps(loss: Tensor) -> bool:
+    """Return True if a loss's graph contains other operations whose derivative may jump, such as abs, max and sort."""
+    return _has(loss, _JUMPING)
+
+
+def custom_operations(loss: Tensor) -> list[str]:
+    """Return the names of the operations in a loss's graph whose derivatives are Python functions, not torch's own."""
+    found = {node.name() for node in _nodes(loss) if issubclass(type(node), BackwardCFunction)}
+    return sorted(name.removeprefix("GeneratedBackwardFor_").removesuffix("Backward") for name in found)
 
 
 def has_large_convolutions(loss: Tensor, large: int) -> bool:
@@ -108,6 +135,12 @@ _PRODUCTS = {
 
 _KINKED = ("Relu", "LeakyRelu", "Prelu", "Rrelu", "Hardtanh", "Hardswish", "Threshold", "MaxPool", "AdaptiveMaxPool")
 _ROOTS = {"norm": ("Norm", "LinalgVectorNorm"), "sqrt": ("Sqrt",)}
+_JUMPING = (
+    "Abs", "Amax", "Amin", "Aminmax", "Ceil", "Clamp", "Cummax", "Cummin", "Floor", "Fmod", "FractionalMaxPool", "Frac",
+    "GridSampler", "HingeEmbedding", "Kthvalue", "L1Loss", "Max", "Maximum", "Median", "Min", "Minimum",
+    "MultiMargin", "MultilabelMargin", "Remainder", "Round", "Sgn", "Sign", "Softshrink", "Hardshrink", "Sort", "Topk",
+    "Trunc", "Where",
+)  # fmt: skip
 _FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
 
 

@@ -109,6 +109,7 @@ def weighted_upper(
     assert isinstance(losses, LaneLoss)
     each = Sample(losses.values, sample.arguments)
     each.features = sample.features
+    session.note_use("upper", oracle, sample)
     with session.buffers_kept(), oracle.placed() as (x, y):
         part = () if each.features is None else (oracle.call(each.features),)
         values = session.dependent("upper", oracle.call(each, *part), y, x)

@@ -114,6 +114,7 @@ class Point:
         loss = self.value(level, sample, features=features) if known else self._first_value(level, sample, features)
         if level == "lower":
             self.session.lower_sample = sample
+        self.session.note_use(level, self, sample)
         if known and loss.requires_grad:
             return loss
         # With constant features, the graph does not show every dependence on x.

@@ -75,11 +75,15 @@ class LossFacts:
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
     dependency_checked: frozenset[str] = frozenset()  # levels whose dependencies are known
+    derivatives: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)  # checked losses: what is open, their code
     ignores_other_level: frozenset[str] = frozenset()  # levels whose loss depends on no parameter of the other one
 
     def diagnostics(self) -> dict[str, str]:
         """Return the facts that the diagnostics of a step report."""
-        return {} if self.fallback is None else {"vectorize_fallback": self.fallback}
+        found = {} if self.fallback is None else {"vectorize_fallback": self.fallback}
+        if self.derivatives and (opened := "; ".join(sorted({text for text, *_ in self.derivatives.values() if text}))):
+            found["derivatives"] = opened
+        return found
 
 
 @dataclass
@@ -153,6 +157,7 @@ class Session:
         trend: trend of lower solves; also a copy.
         buffers_skipped: whether some module would have updated buffers.
         lower_sample: the last sample that g was evaluated on.
+        used: for each loss the point and the sample of its first derivative; None: not noted.
         depends_on_something: levels whose loss was seen to depend on something in this step.
         never_reached: indices of the lower tensors that no evaluation of the lower loss has reached in this step.
     """
@@ -164,6 +169,7 @@ class Session:
     checks: Checks = field(default_factory=Checks)
     buffers_skipped: bool = False
     lower_sample: Sample | None = None
+    used: dict[str, tuple[Any, Sample]] | None = None
     depends_on_something: set[str] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
     trend: LowerTrend = field(default_factory=LowerTrend)
@@ -185,6 +191,11 @@ class Session:
     ) -> Session:
         """Return the session of a new step."""
         return cls(options, replace(found), buffers, warned=set(warned), trend=replace(trend or LowerTrend()))
+
+    def note_use(self, level: str, point: Any, sample: Sample) -> None:
+        """Note the first point and sample at which a step takes a derivative of a loss, if these are asked for."""
+        if self.used is not None:
+            self.used.setdefault(level, (point, sample))
 
     def buffers_kept(self) -> AbstractContextManager[Kept]:
         """Restore module buffers (running statistics) after the block, which evaluates one loss once."""

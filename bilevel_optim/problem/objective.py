@@ -215,6 +215,17 @@ class Objective:
         """Return an objective whose loss is ``wrap`` of this one's, on samples of the same stream."""
         return _Wrapped(self, wrap)
 
+    @property
+    def code(self) -> Any:
+        """Code of the loss, which stays the same if an equal function is made at each step; else its type."""
+        loss: Any = self.loss
+        while not hasattr(loss, "__code__"):
+            inner = getattr(loss, "func", None) or getattr(loss, "loss", None)
+            if inner is None:
+                return type(loss)
+            loss = inner
+        return loss.__code__
+
     def begin(self) -> None:
         """Begin an outer step: drop cached features, also for the same batch."""
         self._features = None
