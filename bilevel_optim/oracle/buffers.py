@@ -37,6 +37,7 @@ class Buffers:
         self.complete = complete  # a whole step has been recorded
         self._none = True  # no buffer is known to change
         self._called: dict[bool, weakref.WeakSet[nn.Module]] = {mode: weakref.WeakSet() for mode in (True, False)}
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all that the first step has called
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         return Buffers, ()  # a copy of an optimizer records its own modules
@@ -96,6 +97,7 @@ class Buffers:
         def note(module: nn.Module, inputs: Any) -> None:
             if torch.compiler.is_dynamo_compiling() or threading.get_ident() != own:
                 return
+            self.modules.add(module)
             for part in module.modules():
                 if next(part.buffers(recurse=False), None) is not None:
                     self._called[part.training].add(part)

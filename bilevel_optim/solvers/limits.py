@@ -81,7 +81,7 @@ class Limits:
                 "torch.no_grad in it); write it in differentiable operations, or use a method that does not "
                 "differentiate the lower steps, such as F2SA or PZOBO"
             )
-        return Vector(given)
+        return Vector(given) if any(t.requires_grad for t in y) else Vector(given).detach()  # it may read x
 
 
 def changes(before: Vector, after: Vector) -> Tensor:

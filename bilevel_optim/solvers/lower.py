@@ -121,6 +121,7 @@ class LowerRule:
         evaluates_once: a step evaluates the gradient only once (a line search may do so more often).
         rates: learning rate of each tensor.
         plain: the update is a gradient step and nothing else.
+        carried: the options that depend on upper parameters: group, name and value with its graph.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class LowerRule:
         remaining = iter(self._scratch)
         own = [{"params": [next(remaining) for _ in group["params"]], **_options(group)} for group in groups]
         self.optimizer = factory(own)
+        self.carried = _set_apart(self.optimizer)
         # Some optimizers create their state at once, others in their first step.
         self._initial = [dict(self.optimizer.state.get(t, {})) for t in self._scratch]
         # The steps of an optimizer whose update is unknown are made by the optimizer itself.
@@ -187,7 +189,7 @@ class LowerRule:
         other = object.__new__(LowerRule)
         other.limits, other.lead, other._kind = limits or self.limits, self.lead, self._kind
         other._is_limited = bool(other.limits)
-        other.evaluates_once = self.evaluates_once
+        other.evaluates_once, other.carried = self.evaluates_once, []
         other._initial = self._initial
         other.optimizer = _Groups(groups, self._kind, self.optimizer.defaults)  # type: ignore[assignment]
         other.rates, other.plain = rates_of(groups), self.plain
@@ -409,9 +411,11 @@ class LowerRules:
             if rule.fits(groups, like):
                 rule.follow(groups)
                 return rule
-        del self._rules[:-7]
-        self._rules.append(LowerRule(self._factory, groups, like, self._limits))
-        return self._rules[-1]
+        made = LowerRule(self._factory, groups, like, self._limits)
+        if not made.carried:  # else options follow x
+            del self._rules[:-7]
+            self._rules.append(made)
+        return made
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -439,6 +443,21 @@ def needs_closure(probe: Optimizer) -> bool:
     except Exception:  # it lacks a closure, or will fail with one too
         return True
     return False
+
+
+def _set_apart(optimizer: Any) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Detach the options that have a graph; return for each the group, the name and the value with its graph."""
+    found = []
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+    for group in groups:
+        for name, value in [*group.items()]:
+            own = optimizer.defaults.get(name) if name == "lr" else None
+            if isinstance(own, Tensor) and own.requires_grad:  # it was made with that rate; groups hold a former value
+                value = own
+            if isinstance(value, Tensor) and value.requires_grad:
+                group[name] = value.detach()
+                found.append((group, name, value))
+    return found
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

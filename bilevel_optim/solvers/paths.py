@@ -43,7 +43,7 @@ class Paths:
     def at_once(self, n: int) -> int:
         """Return how many of n paths run together; if all of them may, as many as `STACK` allows."""
         session = self.oracle.session
-        if self.oracle.sharded or session.found.fallback:
+        if self.oracle.sharded or not session.vmaps(self.oracle.lanes is not None) or session.doors:
             return 1
         if session.options.vectorize is True:
             entries = sum(t.numel() for t in (*self.oracle.x, *self.oracle.y))

@@ -13,6 +13,7 @@ from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import InitVar, fixed, number
 from ...optimizer.step import StepInputs, replace
+from ...oracle.doors import START
 from ...oracle.oracle import Oracle
 from ...problem.objective import Loss, Objective
 from ...problem.vector import Vector, any_sharded
@@ -26,6 +27,7 @@ class Initialised(BilevelOptimizer):
     """Base class of the methods whose lower solves start from the last upper parameters, one for each lower one."""
 
     _responds = False  # y depends on x through its start, not only through the lower loss
+    _doors = frozenset((START,))  # lower_init has no effect
 
     def _initial(self, oracle: Oracle) -> Vector:
         """Return the upper tensors from which the lower ones start."""
