@@ -18,7 +18,7 @@ from ..errors import NonFiniteError
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
-from ..oracle.doors import PROJECTION, START, called_with_graph, leads, projection_reads, refusal
+from ..oracle.doors import PROJECTION, START, WatchedStart, leads, projection_reads, refusal
 from ..oracle.hooks import any_hooks, called_once, require_callable, why_one_by_one
 from ..oracle.oracle import Oracle
 from ..oracle.session import EvaluationOptions, LossFacts, Session
@@ -193,7 +193,7 @@ class Method(Options, Optimizer, ABC):
         self.numbers: dict[str, Any] = {}
         self._diagnostics: dict[str, Any] = {}
         self._placeholders = False  # True while the state holds only zeros, shaped like a first step's state
-        self._begun: Vector | None = None  # the start of this step's lower solve, where it depends on x
+        self._begun: tuple[WatchedStart, Vector] | None = None  # this step's start of y, if it has a graph
         self._captured: Any = None  # makes the steps after `compile`
         self._untraced_update = ""  # why a graph does not move x, if the upper optimizer is the only obstacle
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
@@ -279,26 +279,23 @@ class Method(Options, Optimizer, ABC):
         doors = self._lower_checks.doors(groups, x)
         if projection is not None and projection_reads(projection, oracle.y, x):
             doors[PROJECTION] = ""
-        if self._begun is not None:
+        if self._begun is not None and leads(self._begun[1], x):
             doors[START] = ""
         for door, name in doors.items():
             if door not in self._doors:
                 raise refusal(door, type(self).__name__, name)
         oracle.session.doors = frozenset(doors)
 
-    def _start_of(self, init: LowerInit, x: Sequence[Tensor], session: Session | None = None) -> LowerInit:
+    def _start_of(self, init: LowerInit, x: Sequence[Tensor], session: Session | None = None) -> WatchedStart:
         """Return a function like ``lower_init`` that raises if the estimate leaves out how its result depends on x."""
 
-        def start(*tasks: Any) -> Any:
-            given = called_with_graph(init, x[0].device, *tasks)
-            if leads(given, x):
-                if START not in self._doors:
-                    raise refusal(START, type(self).__name__)
-                if session is not None:
-                    session.doors |= {START}
-            return given
+        def note() -> None:
+            if START not in self._doors:
+                raise refusal(START, type(self).__name__)
+            if session is not None:
+                session.doors |= {START}
 
-        return start
+        return WatchedStart(init, x, note)
 
     def _decisive(self, groups: Groups) -> dict[str, str]:
         """Return the options that determine a step, besides losses, data and values, as texts by name."""
@@ -319,8 +316,9 @@ class Method(Options, Optimizer, ABC):
         inputs = self._inputs(groups, oracle.live_x, oracle.live_y, oracle.y, random_inputs or {})
         if self.lower_init is None:
             return inputs
-        start = self._start_of(self.lower_init, oracle.live_x, oracle.session)
-        return replace(inputs, lower_init=start, start=self._begun)
+        if self._begun is not None:
+            return replace(inputs, lower_init=self._begun[0], start=self._begun[1])
+        return replace(inputs, lower_init=self._start_of(self.lower_init, oracle.live_x, oracle.session))
 
     def _inputs(
         self,
@@ -489,7 +487,7 @@ class Method(Options, Optimizer, ABC):
     def _set_below(self) -> Callable[[], None]:
         """Write y by the user's functions; return a function that restores y and the random states."""
         init = None if self.lower_init is None else self._start_of(self.lower_init, self.parameters("upper"))
-        put_back, self._begun = write_lower(
+        put_back, start = write_lower(
             self.parameters("lower"),
             names_of([group for group in self.param_groups if group["level"] == "lower"]),
             init,
@@ -497,6 +495,7 @@ class Method(Options, Optimizer, ABC):
             generator=self.generator,
             one_process=self._oracle_options.ranks.group is None,
         )
+        self._begun = None if init is None or start is None else (init, start)
         return put_back
 
     def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:

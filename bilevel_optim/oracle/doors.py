@@ -18,7 +18,7 @@ from ..pytree import tree_leaves
 from .session import reaches
 
 __all__ = [
-    "DOORS", "OPTIONS", "PROJECTION", "START", "STEP", "called_with_graph", "leads", "options_of", "projection_reads",
+    "DOORS", "OPTIONS", "PROJECTION", "START", "STEP", "WatchedStart", "leads", "options_of", "projection_reads",
     "refusal", "steps_read",
 ]  # fmt: skip
 
@@ -61,7 +61,8 @@ def refusal(door: str, method: str, option: str = "") -> ValueError:
 
 def leads(value: Any, x: Sequence[Tensor]) -> bool:
     """Return True if the graph of some tensor of a pytree leads to one of these leaves."""
-    return any([reaches(t, x) for t in tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad])
+    parts = tree_leaves([*value] if isinstance(value, tuple) else value)  # a `Vector` is a leaf
+    return any([reaches(t, x) for t in parts if isinstance(t, Tensor) and t.requires_grad])
 
 
 def projection_reads(projection: Callable[..., Any], y: Vector, x: Sequence[Tensor]) -> bool:
@@ -103,18 +104,44 @@ class _Look(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def called_with_graph(function: Callable[..., Any], device: torch.device, *arguments: Any) -> Any:
-    """Call a function with a graph, or without if it writes into leaves."""
-    state = default_state(device)
-    try:
-        with torch.enable_grad():
-            return function(*arguments)
-    except RuntimeError as error:
-        if "leaf" not in str(error):
-            raise
-    set_default_state(device, state)
-    with torch.no_grad():
-        return function(*arguments)
+class WatchedStart:
+    """A function of the user that returns a start; a note is made if the start depends on x.
+
+    Args:
+        init: the function, ``lower_init``.
+        x: the upper parameters.
+        note: called if it does.
+    """
+
+    def __init__(self, init: Callable[..., Any], x: Sequence[Tensor], note: Callable[[], None]) -> None:
+        self._init, self._x, self._note = init, x, note
+        self._last: tuple[tuple[Any, ...], Any] = (), None
+
+    def __call__(self, *tasks: Any) -> list[Any]:
+        """Return the start, with its graph unless the function writes into leaves."""
+        device = self._x[0].device
+        self._last = tasks, default_state(device)
+        try:
+            with torch.enable_grad():
+                given = self._init(*tasks)
+        except RuntimeError as error:
+            if "leaf" not in str(error):
+                raise
+            set_default_state(device, self._last[1])
+            with torch.no_grad():
+                given = self._init(*tasks)
+        given = [given] if isinstance(given, Tensor) else [*given]
+        if leads(given, self._x):
+            self._note()
+        return given
+
+    def again(self) -> list[Tensor]:
+        """Return the last start again, on the same random numbers, at the current values of x."""
+        (tasks, state), device = self._last, self._x[0].device
+        with preserve_rng(device), torch.no_grad():
+            set_default_state(device, state)
+            given = self._init(*tasks)
+        return [given] if isinstance(given, Tensor) else [*given]
 
 
 def options_of(groups: Iterable[Mapping[str, Any]], x: Sequence[Tensor]) -> dict[str, Any]:

@@ -140,3 +140,84 @@ def test_a_way_that_the_estimate_leaves_out_is_refused(row, door):
         assert "upper parameters" not in told
     else:
         assert "upper parameters, but" in told, told
+
+
+# ------------------------------------------------------------------------------------------------ against differences
+
+ZEROTH = {"direction": "orthogonal", "difference": "central", "smoothing": 1e-4}
+FOLLOWS = [
+    ("ITD", {}),
+    ("ITD", {"checkpoint": True}),
+    ("MAML", {}),
+    ("PZOBO", ZEROTH),
+    ("PZOBO", {**ZEROTH, "vectorize": False}),
+    ("HOZOG", ZEROTH),
+    ("ESMAML", ZEROTH),
+]
+WAYS = ["bound", "threshold", "start", "lr", "weight_decay", "momentum", "adam", "all"]
+
+
+def options_of(way, x):
+    """The arguments by which x reaches y, and the same steps by hand: the rate, decay, momentum, projection, start."""
+    made = {}
+    if way in ("bound", "all"):
+        made["lower_projection"] = lambda v: [torch.minimum(v[0], x[:3])]
+    if way == "threshold":
+        made["lower_projection"] = lambda v: [v[0].sign() * (v[0].abs() - 0.1 * x[:3].exp()).clamp(min=0)]
+    if way in ("start", "all"):
+        made["lower_init"] = lambda *tasks: [(x[:3] * 2).expand(*(tasks[0].shape[:1] if tasks else ()), 3)]
+    rate = {"lr": 0.1} if way not in ("lr", "all") else {"lr": lambda: 0.1 * x[0].exp()}
+    if way in ("weight_decay", "all"):
+        rate["weight_decay"] = lambda: x[1].square()
+    if way in ("momentum", "all"):
+        rate["momentum"] = lambda: x[2].sigmoid()
+    kind = torch.optim.Adam if way == "adam" else SGD
+    if way == "adam":
+        rate = {"lr": lambda: 0.1 * x[0].exp(), "weight_decay": lambda: x[1].square()}
+
+    def factory(groups):
+        return kind(groups, **{name: value() if callable(value) else value for name, value in rate.items()})
+
+    return {"lower_lr": None, "lower_optimizer": factory, **made}
+
+
+def estimate_of(name, way, more, tasks, move=None, compiled=False):
+    """The hypergradient (with ``move``: the upper loss there) of five lower steps, by a method."""
+    x = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
+    start, y = torch.tensor([0.4, 0.6, -0.7], requires_grad=True), torch.tensor([0.4, 0.6, -0.7], requires_grad=True)
+    if move is not None:
+        x.data += move
+    upper, cls = ([x, start] if name in ("MAML", "ESMAML") else [x]), getattr(bo, name)
+    centre = torch.tensor([[[2.0, -1.0, 0.4]], [[0.3, 0.5, -1.0]]])
+
+    def lower(b=centre[0]):
+        return ((y - b).square().sum() * torch.tensor(0.5) + 0.3 * (y * x).sum()) + 0.1 * y.pow(4).sum()
+
+    def f(b=None):
+        return (y - 0.5).square().sum() / 2 + (x * x).sum()
+
+    options = {**options_of(way, x), **more}
+    if "directions" not in options and "direction" in options:
+        options["directions"] = sum(t.numel() for t in upper)
+    optimizer = cls(upper, [y], lr=0.1, lower_steps=5, **options)
+    if compiled:
+        optimizer.compile(backend="eager")
+    given = {"tasks": bo.TensorTasks(centre, centre)} if tasks else {}
+    loss = optimizer.backward(f, lower, **given)
+    if compiled:
+        y.data.copy_(start.data)
+        optimizer.numbers.clear()
+        loss = optimizer.backward(f, lower, **given)
+    return loss if move is not None else (torch.cat([t.grad for t in upper]), optimizer)
+
+
+@pytest.mark.parametrize("tasks", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "more"), FOLLOWS)
+def test_what_follows_x_is_in_the_hypergradient(name, more, way, tasks):
+    found, _ = estimate_of(name, way, more, tasks)
+    base = "MAML" if name in ("MAML", "ESMAML") else "ITD"
+    h = 1e-6
+    moves = torch.eye(3) * h
+    right = [estimate_of(base, way, {}, tasks, m) - estimate_of(base, way, {}, tasks, -m) for m in moves]
+    close(found[:3], torch.stack(right) / (2 * h), 1e-5 if name in ("PZOBO", "HOZOG", "ESMAML") else 1e-7)

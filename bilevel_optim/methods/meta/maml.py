@@ -62,7 +62,7 @@ class Initialised(BilevelOptimizer):
         start = Vector(
             s.expand_as(t).to(t.dtype, copy=True) for s, t in zip(self._initial(oracle), oracle.y, strict=True)
         )
-        return oracle.at(lower=start), replace(inputs, solver=None)
+        return oracle.at(lower=start), replace(inputs, solver=None, start=None)
 
     def _through_start(self, oracle: Oracle, estimate: Estimate, derivative: Vector) -> Estimate:
         """Return the estimate with the derivative in the initial point added."""
@@ -137,6 +137,8 @@ class MAML(Initialised, ITD):
         initial=True,
         lower_optimizer="differentiable",
     )
+
+    _doors = ITD._doors
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Backpropagate through adaptation from the initial point."""
