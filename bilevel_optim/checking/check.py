@@ -411,7 +411,7 @@ def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler
     n = task_count(sampler, optimizer.tasks_per_step)
     drawn = _DrawnTasks(sampler, n, optimizer.generator)
     oracle = optimizer._oracle(upper, lower)
-    first = starting_points(oracle.y, oracle.lower_names(), drawn.tasks, n, optimizer.lower_init)
+    first = starting_points(oracle.y, oracle.lower_names(), drawn.tasks, n, optimizer.lower_init).detach()
     starts = [first.lane(i).clone() for i in range(n)]
     pairs = zip(drawn.objectives(upper, "upper"), drawn.objectives(lower, "lower"), strict=True)
 

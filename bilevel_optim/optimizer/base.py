@@ -257,10 +257,11 @@ class BilevelOptimizer(Method):
             if still:
                 inputs = self._without_lookahead(inputs)
             if callable(start):
-                inputs, start = replace(inputs, lower_init=start), None
+                inputs, start = replace(inputs, lower_init=self._start_of(start, oracle.live_x, oracle.session)), None
             elif start is None and tasks is None and self.lower_init is not None:
-                start = fresh_start(oracle.y, oracle.lower_names(), self.lower_init)
-            estimate = self._estimate(oracle, inputs, tasks, start)
+                begun = fresh_start(oracle.y, oracle.lower_names(), inputs.lower_init)
+                inputs, start = replace(inputs, start=begun), begun.detach()
+            estimate = self._whole_estimate(oracle, inputs, tasks, start)
             transaction.conclude()
             oracle.session.lower_sample = None  # breaks a reference cycle, as after a step
             return replace(estimate, diagnostics=measured(estimate.diagnostics))

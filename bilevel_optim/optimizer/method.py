@@ -18,9 +18,11 @@ from ..errors import NonFiniteError
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
+from ..oracle.doors import PROJECTION, START, WatchedStart, leads, projection_reads, refusal
+from ..oracle.hooks import any_hooks, called_once, require_callable, why_one_by_one
 from ..oracle.oracle import Oracle
 from ..oracle.probe import FIRST, JOINT, SECOND, check_derivatives
-from ..oracle.session import EvaluationOptions, LossFacts
+from ..oracle.session import EvaluationOptions, LossFacts, Session
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import (
     LEVELS,
@@ -117,6 +119,7 @@ class Method(Options, Optimizer, ABC):
     declared: ClassVar[MethodInfo] = UNDECLARED  # description for the tables, recipes and generic tests
     _variant_of_state = cast("Mapping[str, Any]", MappingProxyType({}))  # a state of another variant is not loaded
     _saved_options: ClassVar[tuple[str, ...]] = ()  # names of the options in a checkpoint
+    _doors: ClassVar[frozenset[str]] = frozenset()  # ways besides the losses by which the estimate lets x reach y
     _one_loss = False  # True if step takes one loss, from which `_objectives` makes the two
     _responds = True  # False if the estimate does not rely on y's response to x in the lower loss
     _curvature_margin: ClassVar[float] = MARGIN  # with "auto", the lower rate is 1 / (margin * curvature)
@@ -193,6 +196,7 @@ class Method(Options, Optimizer, ABC):
         self.numbers: dict[str, Any] = {}
         self._diagnostics: dict[str, Any] = {}
         self._placeholders = False  # True while the state holds only zeros, shaped like a first step's state
+        self._begun: tuple[WatchedStart, Vector] | None = None  # this step's start of y, if it has a graph
         self._captured: Any = None  # makes the steps after `compile`
         self._untraced_update = ""  # why a graph does not move x, if the upper optimizer is the only obstacle
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
@@ -236,6 +240,8 @@ class Method(Options, Optimizer, ABC):
             if not isinstance(error, NonFiniteError) or error.hint or not trend.above:
                 raise
             raise NonFiniteError(error.oracle, error.step, f"The run has diverged: {trend.text}. {DIVERGES}") from None
+        finally:
+            self._begun = None
         self._run_state.written = {}
         self._watch_losses(loss, moves=update)
         if look:
@@ -263,6 +269,7 @@ class Method(Options, Optimizer, ABC):
         ranks, groups = self._oracle_options.ranks, by_level(self.param_groups)
         try:
             oracle = self._oracle(upper, lower, groups=groups)
+            self._look_beside_losses(oracle, groups["lower"])
             options = {} if ranks.group is None else self._decisive(groups)
         except BaseException as error:
             ranks.failed(error)
@@ -277,8 +284,34 @@ class Method(Options, Optimizer, ABC):
         self._run_state.buffers.expect((upper, lower))
         groups = groups or by_level(self.param_groups)
         x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
-        session = self._run_state.session(self._oracle_options)
-        return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
+        session, names = self._run_state.session(self._oracle_options), lambda: names_of(self.param_groups)
+        require_callable((*x, *y), names)
+        session.one_by_one, session.hooked = why_one_by_one(self._run_state.buffers.modules), any_hooks(y)
+        return Oracle(x, y, f, g, names=names, session=session)
+
+    def _look_beside_losses(self, oracle: Oracle, groups: list[dict[str, Any]]) -> None:
+        """Find the ways by which x reaches y besides the losses; raise for one that the estimate leaves out."""
+        x, projection = oracle.live_x, self._limits.projection
+        doors = self._lower_checks.doors(groups, x)
+        if projection is not None and projection_reads(projection, oracle.y, x):
+            doors[PROJECTION] = ""
+        if self._begun is not None and leads(self._begun[1], x):
+            doors[START] = ""
+        for door, name in doors.items():
+            if door not in self._doors:
+                raise refusal(door, type(self).__name__, name)
+        oracle.session.doors = frozenset(doors)
+
+    def _start_of(self, init: LowerInit, x: Sequence[Tensor], session: Session | None = None) -> WatchedStart:
+        """Return a function like ``lower_init`` that raises if the estimate leaves out how its result depends on x."""
+
+        def note() -> None:
+            if START not in self._doors:
+                raise refusal(START, type(self).__name__)
+            if session is not None:
+                session.doors |= {START}
+
+        return WatchedStart(init, x, note)
 
     def _decisive(self, groups: Groups) -> dict[str, str]:
         """Return the options that determine a step, besides losses, data and values, as texts by name."""
@@ -296,7 +329,12 @@ class Method(Options, Optimizer, ABC):
         if counts:
             broadcast = partial(self._oracle_options.ranks.broadcast_number, device=oracle.device)
             random_inputs = draw_random_inputs(counts, self.generator, broadcast)
-        return self._inputs(groups, oracle.live_x, oracle.live_y, oracle.y, random_inputs or {})
+        inputs = self._inputs(groups, oracle.live_x, oracle.live_y, oracle.y, random_inputs or {})
+        if self.lower_init is None:
+            return inputs
+        if self._begun is not None:
+            return replace(inputs, lower_init=self._begun[0], start=self._begun[1])
+        return replace(inputs, lower_init=self._start_of(self.lower_init, oracle.live_x, oracle.session))
 
     def _inputs(
         self,
@@ -344,7 +382,7 @@ class Method(Options, Optimizer, ABC):
         new_losses = self.check_derivatives and self._has_new_losses(oracle, tasks)
         if new_losses:
             oracle.session.used = {}
-        estimate = self._estimate(oracle, inputs, tasks)
+        estimate = self._whole_estimate(oracle, inputs, tasks)
         if new_losses:
             self._check_derivatives(oracle, tasks)
         if oracle.session.buffers_skipped:
@@ -380,6 +418,16 @@ class Method(Options, Optimizer, ABC):
         if self._exact_products:
             return SECOND
         return JOINT if self._responds and self.declared.family != "zeroth-order" else FIRST
+
+    def _whole_estimate(
+        self, oracle: Oracle, inputs: StepInputs, tasks: Any, start: Sequence[Tensor] | None = None
+    ) -> Estimate:
+        """Return the checked estimate, with hooks on x called once, for the whole hypergradient."""
+        if not any_hooks(oracle.live_x):
+            return self._estimate(oracle, inputs, tasks, start)
+        with called_once(oracle.live_x) as called:
+            estimate = self._estimate(oracle, inputs, tasks, start)
+            return replace(estimate, gradient=called(estimate.gradient))
 
     def _estimate(
         self, oracle: Oracle, inputs: StepInputs, tasks: Any, start: Sequence[Tensor] | None = None
@@ -457,10 +505,13 @@ class Method(Options, Optimizer, ABC):
         """Return the writes of a step's results, ``.grad`` of x included."""
         (estimate, update), session = results, oracle.session
         numbers = estimate.numbers if update is None else {**estimate.numbers, **update.numbers}
+        figures = measured(estimate.figures, above=KEPT)
+        if session.looped:
+            figures["vectorize_fallback"] = session.looped
         return [
             *writes_of(self.state, oracle.live_x, oracle.live_y, estimate, update),
             *self._result_writes(
-                measured(estimate.figures, above=KEPT),
+                figures,
                 numbers,
                 session.found,
                 self._run_state.after(session, estimate.loss),
@@ -485,14 +536,17 @@ class Method(Options, Optimizer, ABC):
 
     def _set_below(self) -> Callable[[], None]:
         """Write y by the user's functions; return a function that restores y and the random states."""
-        return write_lower(
+        init = None if self.lower_init is None else self._start_of(self.lower_init, self.parameters("upper"))
+        put_back, start = write_lower(
             self.parameters("lower"),
             names_of([group for group in self.param_groups if group["level"] == "lower"]),
-            self.lower_init,
+            init,
             self._lower_solver,
             generator=self.generator,
             one_process=self._oracle_options.ranks.group is None,
         )
+        self._begun = None if init is None or start is None else (init, start)
+        return put_back
 
     def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:
         """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""

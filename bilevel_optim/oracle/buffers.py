@@ -76,6 +76,7 @@ class Buffers:
             self._changing[module] = {*_buffers(module)}
             if isinstance(getattr(module, COUNT, None), Tensor):
                 self._idle.add(module)
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all that the first step has called
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         return Buffers, ()  # a copy of an optimizer records its own modules
@@ -142,6 +143,7 @@ class Buffers:
         def note(module: nn.Module, inputs: Any) -> None:
             if torch.compiler.is_dynamo_compiling() or threading.get_ident() != own:
                 return
+            self.modules.add(module)
             for part in module.modules():
                 require_no_exchange(part)
                 if next(part.buffers(recurse=False), None) is not None:

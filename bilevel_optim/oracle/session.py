@@ -160,6 +160,10 @@ class Session:
         used: for each loss the point and the sample of its first derivative; None: not noted.
         depends_on_something: levels whose loss was seen to depend on something in this step.
         never_reached: indices of the lower tensors that no evaluation of the lower loss has reached in this step.
+        doors: ways by which y depends on x besides the lower loss, see `doors`.
+        one_by_one: why copies and lanes cannot run together in this step; empty if they can.
+        hooked: some lower parameter has a hook.
+        looped: why they ran in a loop, if that is not among the facts.
     """
 
     options: EvaluationOptions = field(default_factory=EvaluationOptions)
@@ -174,6 +178,14 @@ class Session:
     warned: set[str] = field(default_factory=set)
     trend: LowerTrend = field(default_factory=LowerTrend)
     never_reached: set[int] | None = None
+    doors: frozenset[str] = frozenset()
+    one_by_one: str = ""
+    hooked: bool = False
+    looped: str = ""
+
+    def vmaps(self, lanes: bool) -> bool:
+        """Return True if evaluations may run together; ``lanes`` if these are, or contain, those of several tasks."""
+        return self.found.fallback is None and not self.one_by_one and not (self.hooked and lanes)
 
     @cached_property
     def gathered(self) -> Gathered:
@@ -287,7 +299,7 @@ class Session:
             )
         for level in self.found.ignores_other_level and self.found.ignores_other_level - self.warned:
             other = "lower" if level == "upper" else "upper"
-            if level == "upper" or self.options.responds:
+            if level == "upper" or (self.options.responds and not self.doors):
                 warn(
                     f"the {level} loss depends on no {other} parameter, so that the hypergradient has no indirect "
                     "term; check that the two losses, or the upper and the lower parameters, are not swapped"

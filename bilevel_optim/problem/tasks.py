@@ -393,4 +393,4 @@ def _as_start(given: Any, y: Vector, names: Sequence[str], leading: tuple[int, .
                 f"lower_init must return a tensor of shape {(*leading, *t.shape)} for lower parameter {name}, but "
                 f"returned one of shape {tuple(value.shape)}"
             )
-    return Vector(value.detach().to(t) for value, t in zip(values, y, strict=True))
+    return Vector(value.to(t) for value, t in zip(values, y, strict=True))  # with its graph, if it has one

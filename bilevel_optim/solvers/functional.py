@@ -45,9 +45,9 @@ def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tens
     results are torch's bit for bit.
     """
     direction = -gradient if group["maximize"] else gradient
-    if group["weight_decay"]:
+    if isinstance(group["weight_decay"], Tensor) or group["weight_decay"]:
         direction = _plus(direction, y, group["weight_decay"])
-    if group["momentum"]:
+    if isinstance(group["momentum"], Tensor) or group["momentum"]:
         buffer = memory.get("momentum_buffer")
         kept = 1 - group["dampening"]
         buffer = direction if buffer is None else _plus(group["momentum"] * buffer, direction, kept)

@@ -260,9 +260,7 @@ def _fused(apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, lanes: 
     def whole(rows: Vector) -> Vector:
         return Vector(p.reshape(t.shape).to(t.dtype) for p, t in zip(torch.split(rows[0], sizes, 1), b, strict=True))
 
-    def step(
-        v: Vector, r: Vector, p: Vector, hp: Vector, rr: Tensor, active: Tensor, least: Tensor
-    ) -> tuple[Any, ...]:
+    def step(v: Vector, r: Vector, p: Vector, hp: Vector, rr: Tensor, active: Tensor, least: Tensor) -> tuple[Any, ...]:
         *vectors, rr, curvature, negative = cg_step(v[0], r[0], p[0], hp[0], rr, active, least)
         return *(Vector([t]) for t in vectors), rr, curvature, negative
 
