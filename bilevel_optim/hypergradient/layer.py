@@ -42,8 +42,8 @@ def solve(
     cheaper, because it keeps y and v from step to step.
 
     *Cost.* Forward: one gradient for each evaluation of the minimiser. Backward: one Hessian-vector product for each
-    iteration of MINRES, and one cross derivative; derivatives of any order exist, as of other operations. No graph of the minimiser's iterations is kept. *State*: none. *Draws*:
-    none; a loss with random numbers has no fixed minimiser.
+    iteration of MINRES, and one cross derivative. No graph of the minimiser's iterations is kept. Derivatives of any
+    order exist. *State*: none. *Draws*: none; a loss with random numbers has no fixed minimiser.
 
     Args:
         loss: g, called with x and y as they are passed here; returns a scalar. For a batch of independent problems
@@ -213,7 +213,7 @@ class _Inverse(torch.autograd.Function):
         if not left <= UNSOLVED:
             warn(
                 f"the linear system of solve is not solved: its residual is {left:.2g} of its right-hand side, so the "
-                "gradient is wrong. Take more linear_steps, or add a penalty on y to the loss if its Hessian is singular"
+                "gradient is wrong. Take more linear_steps, or a penalty on y in the loss if its Hessian is singular"
             )
         ctx.problem, ctx.n = problem, n
         ctx.save_for_backward(*v, *tensors[n:])
