@@ -16,10 +16,12 @@ from .checking.suggest import Suggestion as Suggestion
 from .checking.suggest import SuggestionRow as SuggestionRow
 from .checking.suggest import suggest as suggest
 from .errors import BilevelWarning as BilevelWarning
+from .errors import DerivativeError as DerivativeError
 from .errors import GradcheckError as GradcheckError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import RankError as RankError
 from .hypergradient import finite_difference as finite_difference
+from .hypergradient.layer import solve as solve
 from .methods import *  # noqa: F403 (the methods are listed only there)
 from .optimizer.base import BilevelOptimizer as BilevelOptimizer
 from .optimizer.iterate import UniformIterate as UniformIterate

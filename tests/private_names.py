@@ -24,9 +24,17 @@ NAMES = [
     # ------------------------------------------------------------------------------------ tensors
     Name(
         "._backward_hooks",
-        "compiled/steps.py",
-        "a step of a parameter that has a hook is not compiled, since a graph would not call it",
-        "a public way to ask a tensor for its hooks",
+        "oracle/hooks.py",
+        "hooks on x are called once, for the whole hypergradient; those on y for each copy; a graph would call none",
+        "a public way to ask a tensor, or a module, for its hooks",
+    ),
+    Name("._backward_pre_hooks", "oracle/hooks.py", "the same of a module", "likewise"),
+    Name("._post_accumulate_grad_hooks", "oracle/hooks.py", "a step would never call these", "likewise"),
+    Name(
+        "torch.nn.modules.module._global_backward_*hooks",
+        "oracle/hooks.py",
+        "hooks on all modules, which vmap does not call",
+        "likewise",
     ),
     Name(
         "torch._C._len_torch_dispatch_stack",
@@ -191,9 +199,10 @@ NAMES = [
     ),
     Name(
         "torch._C._set_grad_enabled",
-        "compiled/rewrites.py",
-        "a node of Dynamo's graphs, which is taken out of custom autograd functions",
-        "nothing, once Dynamo's function has right second derivatives",
+        "compiled/rewrites.py oracle/doors.py",
+        "a node of Dynamo's graphs, which is taken out of custom autograd functions; a function under no_grad is "
+        "called with a graph, to see whether its result depends on x",
+        "nothing, once Dynamo's function has right second derivatives; a public mode that keeps gradients on",
     ),
     Name(
         "torch._subclasses.fake_tensor.FakeTensorMode",

@@ -532,3 +532,74 @@ def test_reentrant_checkpointing(method, level):
     assert optimizer.state == {}
     wrong[level] = lambda: plain() + checkpoint(torch.tanh, y, use_reentrant=False).sum()
     optimizer.step(*wrong)
+
+
+# ---------------------------------------------------------------------------------------------------- kinds of tensors
+
+OTHER_TENSORS = {
+    "sparse": (lambda: torch.eye(3).to_sparse(), r"is not a dense tensor \(torch.sparse_coo\)"),
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), r"is not a dense tensor \(torch.sparse_csr\)"),
+    "csc": (lambda: torch.eye(3).to_sparse_csc(), r"is not a dense tensor \(torch.sparse_csc\)"),
+    "bsr": (lambda: torch.eye(4).to_sparse_bsr(2), r"is not a dense tensor \(torch.sparse_bsr\)"),
+    "mkldnn": (lambda: torch.eye(3, dtype=torch.float32).to_mkldnn(), r"is not a dense tensor \(torch._mkldnn\)"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"is not a dense tensor \(nested\)"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        r"is not a dense tensor \(nested\)",
+    ),
+    "float8": (lambda: torch.eye(3).to(torch.float8_e4m3fn).requires_grad_(), "has the type torch.float8_e4m3fn"),
+    "lazy": (lambda: nn.LazyLinear(3).weight, "is not initialised, because its lazy module"),
+    "complex": (lambda: torch.ones(3, dtype=torch.complex64, requires_grad=True), "is complex"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta state|prototype|nested tensors)")
+@pytest.mark.parametrize("kind", OTHER_TENSORS)
+@pytest.mark.parametrize("place", ["upper", "lower", "added"])
+def test_other_tensors_are_named(kind, place):
+    make, message = OTHER_TENSORS[kind]
+    x, y = pair()
+    optimizer, other = bo.AID([x], [y], **ARGUMENTS), make()
+    calls = {
+        "upper": lambda: bo.AID([other], [y], **ARGUMENTS),
+        "lower": lambda: bo.AID([x], [other], **ARGUMENTS),
+        "added": lambda: optimizer.add_param_group({"params": [other], "level": "lower"}),
+    }
+    with pytest.raises(ValueError, match=f"{'upper' if place == 'upper' else 'lower'} parameter 0 .*{message}"):
+        calls[place]()
+    assert len(optimizer.param_groups) == 2
+
+
+def test_frozen_tensors_of_other_types_are_left_alone():
+    x, y = pair()
+    frozen = torch.ones(3).to(torch.float8_e4m3fn), torch.ones(3, dtype=torch.uint8)
+    optimizer = bo.AID([x], [y, *frozen], **ARGUMENTS)
+    optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x).square().sum())
+
+
+@pytest.mark.parametrize("level", ["upper", "lower"])
+@pytest.mark.parametrize("method", [bo.AID, bo.F2SA, bo.ITD, bo.PZOBO])
+@pytest.mark.parametrize("tasks", [False, True])
+def test_complex_losses_are_named(method, level, tasks):
+    optimizer, _, y, losses = made(method)
+    right = dict(zip(("upper", "lower"), losses, strict=True))
+    wrong = {**right, level: lambda: torch.complex(right[level](), y.sum())}
+    if tasks:
+        wrong = {name: lambda batch, loss=loss: loss() for name, loss in wrong.items()}
+    given = {"tasks": bo.TensorTasks(torch.ones(3, 2))} if tasks else {}
+    with pytest.raises(ValueError, match=f"the {level} loss is complex, but only real numbers can be minimised"):
+        optimizer.step(wrong["upper"], wrong["lower"], **given)
+
+
+@pytest.mark.parametrize("level", ["upper", "lower"])
+def test_an_optimizer_of_sparse_gradients_is_refused(level):
+    with pytest.raises(ValueError, match=f"Invalid {level}_optimizer value: SparseAdam"):
+        made(**{f"{level}_optimizer": torch.optim.SparseAdam})
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_a_criterion_is_no_loss(data):
+    optimizer, x, y, losses = made()
+    wrong = bo.Objective(nn.MSELoss(), [(y, x)]) if data else nn.MSELoss()
+    with pytest.raises(TypeError, match="the loss is the module MSELoss, which needs other arguments"):
+        optimizer.step(losses[0], wrong)

@@ -22,7 +22,7 @@ def counts(*, upper=0, lower=0, hvp=0, cross=0, loss=0):
 
 def implicit(o, k):
     beginning = {"neumann": 0, "fixed_point": o.warm_start - 1}.get(o.linear_solver, o.warm_start)
-    products = 12 if o.linear_solver == "direct" else o.linear_steps + beginning
+    products = 12 if o.linear_solver == "direct" else o.linear_steps + beginning + o.check_finite
     return counts(upper=1, lower=o.lower_steps + 1, hvp=products, cross=1)
 
 
@@ -52,12 +52,12 @@ def es_maml(o, k):
 
 
 def restarted(o, k):
-    return counts(upper=1, lower=o.lower_steps + 1, hvp=o.linear_steps + o.warm_start, cross=1)
+    return counts(upper=1, lower=o.lower_steps + 1, hvp=o.linear_steps + o.warm_start + o.check_finite, cross=1)
 
 
 def accelerated(o, k):
     newton = o.newton_correction
-    return counts(upper=1, lower=o.lower_steps + newton, hvp=newton * o.linear_steps, cross=newton)
+    return counts(upper=1, lower=o.lower_steps + newton, hvp=newton * (o.linear_steps + o.check_finite), cross=newton)
 
 
 def cubic(o, k):
@@ -97,7 +97,10 @@ CALLS = {
     **dict.fromkeys(("FirstOrder", "FOMAML"), lambda o, k: counts(upper=1, lower=o.lower_steps)),
     "AmIGO": lambda o, k: counts(upper=1, lower=o.lower_steps, hvp=o.linear_steps - 1 + o.warm_start, cross=1),
     "BA": lambda o, k: counts(
-        upper=1, lower=math.ceil(o._scale * (k + 1) ** o.growth) + 1, hvp=o.linear_steps + o.warm_start, cross=1
+        upper=1,
+        lower=math.ceil(o._scale * (k + 1) ** o.growth) + 1,
+        hvp=o.linear_steps + o.warm_start + o.check_finite,
+        cross=1,
     ),
     "BOME": bome,
     "BSA": lambda o, k: counts(
@@ -148,6 +151,7 @@ def fewer_products(arguments):
 SOME = [
     *((row.name, row.cls, row.options) for row in ROWS),
     ("AID-cold", bo.AID, {"linear_steps": 4, "warm_start": False}),
+    ("AID-unchecked", bo.AID, {"linear_steps": 4, "check_finite": False}),
     ("AID-fixed-point-cold", bo.AID, {"linear_solver": "fixed_point", "warm_start": False}),
     ("BA-growing", bo.BA, {"growth": 0.9, "linear_steps": 4}),
     ("ITD-truncated", bo.ITD, {"truncate": 2}),

@@ -2,8 +2,11 @@
 
 import bz2
 import gzip
+import hashlib
+import itertools
 import lzma
 import pathlib
+import struct
 
 import pytest
 import torch
@@ -48,12 +51,65 @@ def test_a_test_part_is_held_out_where_there_is_none(tmp_path, capsys):
     assert "No w8a.t" in capsys.readouterr().out
 
 
-def test_libsvm_files_are_fetched(tmp_path, monkeypatch):
-    site = tmp_path / "site"
-    site.mkdir()
+def digest(rows):
+    """SHA-256 of labels, ends of rows, indices from zero and values, each as little-endian numbers of 8 bytes."""
+    ends = [0, *itertools.accumulate(len(row) for _, row in rows)]
+    entries = [(k - 1, value) for _, row in rows for k, value in sorted(row.items())]
+    parts = (
+        struct.pack(f"<{len(rows)}d", *(label for label, _ in rows)),
+        struct.pack(f"<{len(ends)}q", *ends),
+        struct.pack(f"<{len(entries)}q", *(k for k, _ in entries)),
+        struct.pack(f"<{len(entries)}d", *(value for _, value in entries)),
+    )
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A site with two small files in place of a9a, whose contents are the expected ones."""
+    folder = tmp_path / "site"
+    folder.mkdir()
     for name in ("a9a", "a9a.t"):
-        (site / name).write_bytes(svmlight(ROWS))
-    monkeypatch.setattr(libsvm, "URL", f"{pathlib.Path(site).as_uri()}/")
+        (folder / name).write_bytes(svmlight(ROWS))
+    monkeypatch.setattr(libsvm, "URL", f"{pathlib.Path(folder).as_uri()}/")
+    monkeypatch.setattr(libsvm, "CONTENTS", {"a9a": digest(ROWS), "a9a.t": digest(ROWS)})
+    return folder
+
+
+FALSE = {
+    "another value": (svmlight([*ROWS[:-1], (1, {4: -2})]), "other contents than expected"),
+    "another label": (svmlight([*ROWS[:-1], (-1, {4: -1})]), "other contents than expected"),
+    "another order": (svmlight(ROWS[::-1]), "other contents than expected"),
+    "a page of errors": (b"<html>not found</html>", "is no file of examples"),
+    "a large file": (svmlight(ROWS) * 200, "is larger than 4096 bytes"),
+}
+
+
+@pytest.mark.parametrize("kind", FALSE)
+def test_libsvm_files_with_other_contents_are_not_kept(site, tmp_path, monkeypatch, kind):
+    content, message = FALSE[kind]
+    monkeypatch.setattr(libsvm, "MOST", 4096)
+    (site / "a9a").write_bytes(content)
+    with pytest.raises(SystemExit, match=message):
+        libsvm.load_libsvm("a9a", tmp_path / "new", download=True)
+    assert not [*(tmp_path / "new").iterdir()]
+
+
+def test_a_libsvm_file_that_unpacks_without_end_is_not_kept(site, tmp_path, monkeypatch):
+    monkeypatch.setattr(libsvm, "UNPACKED", 2**16)
+    (site / "ijcnn1.bz2").write_bytes(bz2.compress(svmlight(ROWS) * 2**12))
+    with pytest.raises(SystemExit, match="is larger than 65536 bytes"):
+        libsvm.load_libsvm("ijcnn1", tmp_path / "new", download=True)
+    assert not [*(tmp_path / "new").iterdir()]
+
+
+def test_libsvm_files_may_have_other_spaces(site, tmp_path):
+    (site / "a9a").write_bytes(svmlight(ROWS).replace(b"\n", b" \n"))
+    train, _ = libsvm.load_libsvm("a9a", tmp_path / "new", download=True)
+    assert train.features.shape == (5, 123)
+
+
+def test_libsvm_files_are_fetched(site, tmp_path):
     train, _ = libsvm.load_libsvm("a9a", tmp_path / "new", download=True)
     assert train.features.shape == (5, 123)
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["a9a", "a9a.t"]

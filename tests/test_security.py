@@ -5,10 +5,12 @@ import io
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import bilevel_optim as bo
+from recipes.few_shot.data.pickles import unpickled
 
 from .problems import values
 from .registry import ARGUMENTS, each
@@ -113,3 +115,35 @@ def test_options_in_a_checkpoint_assign_no_other_attribute():
     state["param_groups"][0]["bilevel"] = file.getvalue()
     optimizer.load_state_dict(state)
     assert (optimizer.nu, optimizer.order, optimizer._lower_factory) == (0.5, 2, torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "numpy.testing scalar", "numpy.f2py dtype", "numpy.ctypeslib ndarray", "numpy.core scalar",
+        "numpy.distutils.exec_command ndarray", "numpy.core.multiarray.x _reconstruct", "builtins eval",
+    ],
+)  # fmt: skip
+def test_pickles_of_data_import_no_other_module(name, tmp_path):
+    """Any part of numpy used to be allowed, and so imported, if a name in it was that of an array's function."""
+    module, _, function = name.partition(" ")
+    path = tmp_path / "images.pkl"
+    path.write_bytes(b"c" + module.encode() + b"\n" + (function or "_reconstruct").encode() + b"\n.")
+    with pytest.raises(SystemExit, match="it wants to call"):
+        unpickled(path)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("core", ["core", "_core"])
+def test_pickles_of_arrays_are_read(protocol, core, tmp_path):
+    """As both major versions of numpy write them."""
+    content = {"labels": np.arange(3), "one": np.float64(2.5), "data": np.zeros((2, 3), np.uint8), "name": "text"}
+    path, other = tmp_path / "images.pkl", "_core" if core == "core" else "core"
+    text = pickle.dumps(content, protocol)
+    if protocol < 4:  # later ones store lengths of names
+        text = text.replace(f"numpy.{other}.".encode(), f"numpy.{core}.".encode())
+    path.write_bytes(text)
+    found = unpickled(path)
+    assert {k: np.asarray(v).tolist() for k, v in found.items()} == {
+        k: np.asarray(v).tolist() for k, v in content.items()
+    }

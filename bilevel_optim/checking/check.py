@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,13 +22,12 @@ from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import is_number, require, require_choice
-from ..problem.random import default_state
+from ..problem.random import default_state, numbers_kept
 from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
 from .cause import cause
 from .clock import SECONDS, TimeLimit, TimeUp
-from .numbers import numbers_kept
 from .reference import FIRST, JOINT, KINK, MAX_BATCHES, SECOND, WHY, Coordinates, Reference, reference_of
 
 __all__ = ["HypergradientReport", "check_hypergradient"]
@@ -184,7 +184,8 @@ def check_hypergradient(
             )
     except TimeUp as time:
         return _no_time(
-            clock, f"time is up before {time}: use a larger max_seconds (now {max_seconds:.3g}), or less data"
+            clock,
+            f"time is up before {time}: use a larger max_seconds (now {max_seconds:.3g}), or less data{clock.note}",
         )
     finally:
         clock.clear()
@@ -209,6 +210,7 @@ def _checked(
     clock: TimeLimit,
 ) -> tuple[HypergradientReport, float]:
     """Return the report, and the largest bias that passes: the tolerance plus the uncertainty of the comparison."""
+    upper, lower = _timed(upper, "upper", clock), None if lower is None else _timed(lower, "lower", clock)
     case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
     truth = reference_of(case.problems, case.starts, reference, directions, clock, _concerns(optimizer))
     if any(bool(changes(y, optimizer._limits.projected(y, 0))) for y in truth.solutions):
@@ -351,7 +353,12 @@ def _repeated(
     figures: Mapping[str, Any] = {}
     while len(estimates) < repeats and not (len(estimates) >= 2 and clock.over):
         clock.show(f"estimate {len(estimates) + 1} of {repeats}", len(estimates) / repeats)
-        found = estimate()
+        try:
+            found = estimate()
+        except TimeUp:
+            if len(estimates) < 2:
+                raise
+            break
         figures = found.diagnostics
         estimates.append(coordinates(found.gradient))
         if len(estimates) == 2 and torch.equal(*estimates):
@@ -404,7 +411,7 @@ def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler
     n = task_count(sampler, optimizer.tasks_per_step)
     drawn = _DrawnTasks(sampler, n, optimizer.generator)
     oracle = optimizer._oracle(upper, lower)
-    first = starting_points(oracle.y, oracle.lower_names(), drawn.tasks, n, optimizer.lower_init)
+    first = starting_points(oracle.y, oracle.lower_names(), drawn.tasks, n, optimizer.lower_init).detach()
     starts = [first.lane(i).clone() for i in range(n)]
     pairs = zip(drawn.objectives(upper, "upper"), drawn.objectives(lower, "lower"), strict=True)
 
@@ -418,6 +425,30 @@ def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler
 
     problems = [optimizer._oracle(*pair) for pair in pairs]
     return _Case(problems, starts, estimate, LOOSE if any(_drawing(problems[0].at(lower=starts[0]))) else "")
+
+
+class _Timed:
+    """A loss that is not evaluated after the time limit, also within solvers and estimates.
+
+    Args:
+        loss: the loss.
+        clock: the time limit.
+    """
+
+    def __init__(self, loss: Callable[..., Any], clock: TimeLimit) -> None:
+        self.loss, self._clock = loss, clock
+        functools.update_wrapper(self, loss, updated=())
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._clock.require("the reference and two estimates were made")
+        return self.loss(*arguments)
+
+
+def _timed(loss: Loss, level: str, clock: TimeLimit) -> Objective:
+    """Return the objective of a loss that reads the clock."""
+    timed = copy.copy(as_objective(loss, level))
+    timed.loss = _Timed(timed.loss, clock)
+    return timed
 
 
 class _Shuffled:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import LBFGS
 
 from ..errors import GradcheckError
+from ..oracle.differentiable import custom_operations
 from ..oracle.oracle import Oracle
 from ..oracle.session import Session
 from ..problem.objective import Sample
@@ -449,6 +450,7 @@ class _Truth:
         for sample in self._lower:
             with point.lower_system(sample, gradient=False) as system:
                 for i, unit in enumerate(torch.eye(size, dtype=torch.float64, device="cpu")):
+                    self.clock.require("the lower Hessian was made")
                     rows[i] += flat(system.hvp(unflat(unit, y)))
         rows /= len(self._lower)
         return (rows + rows.T) / 2
@@ -572,6 +574,12 @@ class _Truth:
         if self._unit > COARSE:
             return {}
         self.clock.show("derivatives of the losses")
+        for level in ("lower", "upper"):
+            if cause := self._cause(level):
+                self.clock.note += (
+                    f"; a step of the optimizer takes less time to find wrong derivatives of the "
+                    f"{self.oracle.session.called(level)}{cause}"
+                )
         found: dict[str, str] = {}
         for k in range(OTHERS + 1):
             x = self.oracle.x
@@ -624,8 +632,15 @@ class _Truth:
             found.setdefault(
                 which,
                 f"the {self.oracle.session.called(level)}'s {DERIVATIVES[variables]} is {expected:.6g} by autograd "
-                f"along a direction, but {one.value:.6g} by differences",
+                f"along a direction, but {one.value:.6g} by differences{self._cause(level)}",
             )
+
+    def _cause(self, level: str) -> str:
+        """Return a clause that names the operations of a loss that are the likely cause of a wrong derivative."""
+        sample = (self._upper if level == "upper" else self._lower)[0]
+        with self.oracle.session.buffers_kept(), self.oracle.placed():
+            found = custom_operations(self.oracle.value(level, sample))
+        return f" (the likely cause is the operation {', '.join(found)})" if found else ""
 
     def _products_if_any(self, x: Vector, y: Vector, v: Vector) -> tuple[Vector | None, Vector | None]:
         try:

@@ -21,13 +21,13 @@ from ..oracle.oracle import Oracle
 from ..oracle.session import EvaluationOptions, Session
 from ..problem.objective import Loss, Objective, Sample, as_objective
 from ..problem.parameters import Params, as_groups, is_number, require, require_choice, require_gradients, unnamed
+from ..problem.random import numbers_kept
 from ..problem.tasks import draw, sample, select
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from .check import check_hypergradient
 from .clock import SECONDS, TimeLimit
 from .graphs import largest_graph
-from .numbers import numbers_kept
 from .spectrum import Spectrum
 from .trials import Outcome, Trials
 

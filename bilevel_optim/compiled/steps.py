@@ -30,6 +30,7 @@ from ..optimizer.state import TABLE
 from ..optimizer.step import StepInputs, StepResults, replace
 from ..optimizer.transaction import Write, make, writes_of
 from ..oracle.buffers import unnoted
+from ..oracle.hooks import any_hooks
 from ..oracle.oracle import Oracle
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import LEVELS, by_level, is_number, require, require_rates
@@ -362,7 +363,7 @@ class CompiledSteps:
             for name, value in group.items():
                 if name == "params":
                     for p in value:
-                        found += (id(p), p.requires_grad, bool(p._backward_hooks))
+                        found += (id(p), p.requires_grad, any_hooks([p]))
                 elif name not in NOT_IN_KEY:
                     found.append(value if isinstance(value, PLAIN) else id(value))
         found += map(id, self.optimizer._run_state.buffers.changing())
@@ -491,8 +492,12 @@ class CompiledSteps:
     def _require_compilable(self, oracle: Oracle) -> None:
         if oracle.sharded:
             raise Refused("parameters are sharded (DTensor), and such steps are always eager")
-        if any(p._backward_hooks for p in (*oracle.live_x, *oracle.live_y)):
+        if any_hooks((*oracle.live_x, *oracle.live_y)):
             raise Refused("a parameter has a hook, which a graph would not call: remove it, or keep the steps eager")
+        if oracle.session.one_by_one:
+            raise Refused(oracle.session.one_by_one)
+        if oracle.session.doors:
+            raise Refused(f"upper parameters are read outside the losses ({', '.join(sorted(oracle.session.doors))})")
         for rule in self.optimizer._rules.rules:
             if rule.kind not in (*FUNCTIONAL, AGD):
                 raise Refused(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..oracle.oracle import Oracle
@@ -12,26 +14,40 @@ from ..oracle.second_order import system_sample
 from ..problem.objective import Sample
 from ..problem.profiling import span
 from ..problem.vector import Vector
-from ..solvers.linear import LinearSolution
+from ..solvers.linear import UNSOLVED, LinearSolution
 from .estimate import Estimate
 
 __all__ = ["implicit", "watched"]
 
 INDEFINITE = (
     "the lower Hessian is not positive definite at the current point (conjugate gradients met non-positive curvature, "
-    "stopped there and kept the iterate with the smallest residual), so the hypergradient is not reliable. Add damping "
-    "(damping=, a little above the most negative eigenvalue's size), regularise the lower loss, solve the system by "
-    "MINRES (linear_solver='minres' of AID; 'auto' changes to it), or use a first-order method"
+    "stopped there and kept the iterate with the smallest residual), so the hypergradient is not reliable"
 )
-SINGULAR = "The lower Hessian is singular, or not finite itself. Add damping (damping=), or regularise the lower loss"
-MOST = 4096  # most lower parameters whose Hessian is formed as a matrix
 DIVERGING = (
     "the linear system of the implicit hypergradient is not solved but diverges: its residual is larger than the "
-    "right-hand side (see diagnostics['linear_relative_residual']), or conjugate gradients stopped because it grew "
-    "tenfold. A Neumann series or a fixed point needs a linear_lr (by default the lower learning rate) below 2 / L, "
-    "with L the largest eigenvalue of the lower Hessian, which must have no negative one; conjugate gradients need "
-    "damping=, or more linear_steps"
+    "right-hand side"
 )
+ROUNDED = (
+    "the linear system of the implicit hypergradient is not solved, because rounding errors are too large for the "
+    "condition of the lower Hessian: the iterations ended with a small residual of their own, but the true one is not "
+    "small"
+)
+NEARLY_SINGULAR = (
+    "the linear system of the implicit hypergradient is not solved by the LU factorisation, because the lower Hessian "
+    "is singular up to rounding errors"
+)
+HELP = {
+    INDEFINITE: "Add damping (damping=, a little above the most negative eigenvalue's size), regularise the lower "
+    "loss, solve the system by MINRES (linear_solver='minres' of AID; 'auto' changes to it), or use a first-order "
+    "method",
+    DIVERGING: "A Neumann series or a fixed point needs a linear_lr (by default the lower learning rate) below 2 / L, "
+    "with L the largest eigenvalue of the lower Hessian, which must have no negative one. Conjugate gradients need "
+    "more linear_steps if H is ill-conditioned, and linear_solver='minres' if it is not positive definite",
+    ROUNDED: "Use float64, a larger penalty in the lower loss, or damping=",
+    NEARLY_SINGULAR: "Use linear_solver='minres', float64, a penalty in the lower loss, or damping=",
+}
+SINGULAR = "The lower Hessian is singular, or not finite itself. Add damping (damping=), or regularise the lower loss"
+MOST = 4096  # most lower parameters whose Hessian is formed as a matrix
 
 
 def implicit(
@@ -42,6 +58,7 @@ def implicit(
     upper_sample: Sample | None = None,
     lower_sample: Sample | None = None,
     dense: bool = False,
+    check: bool = True,
 ) -> Estimate:
     r"""Estimate :math:`\nabla_x f - \nabla^2_{xy} g\, v` with :math:`\nabla^2_{yy} g\, v \approx \nabla_y f` at (x, y).
 
@@ -49,7 +66,8 @@ def implicit(
     order: linear in the lower error and in that of v.
 
     Args:
-        oracle: the losses; costs one upper gradient, one lower gradient, the solver's products and one cross product.
+        oracle: the losses; costs one upper gradient, one lower gradient, the solver's products, one cross product, and
+            one product to check the solution.
         solve: called as ``solve(product, b, start)``, such as ``functools.partial(bo.linear.cg, steps=10)``
             (and with ``lanes=True`` if y is stacked, one lower problem per lane).
         start: initial v. Default: None (zero).
@@ -57,6 +75,8 @@ def implicit(
         lower_sample: sample of g, shared by all products. Default: the next one.
         dense: form the Hessian as a matrix, with a product for each of its rows; ``solve(matrix, b)`` as
             `bo.linear.direct`. Default: False.
+        check: evaluate the residual of v with one more product, in the same pass as the cross product. Otherwise it is
+            what the solver says. With ``dense`` it needs no product. Default: True.
 
     Returns:
         Estimate whose memory holds v as ``"linear_solution"``.
@@ -71,9 +91,14 @@ def implicit(
             else:
                 result = solve(system.hvp, grad_y, start, **lanes)
         oracle.checks.finite("hvp", [*result.solution, result.residual], SINGULAR if dense else "")
-        gradient = grad_x - system.cross(result.solution)
-    diagnostics = {"lower_residual": system.gradient, **watched(oracle, result)}
-    return Estimate(loss, gradient, diagnostics, {"linear_solution": result.solution})
+        said = None if dense else result.relative
+        if check and not dense:
+            cross, product = system.both(result.solution)
+            result = result.evaluated(grad_y, product, **lanes)
+        else:
+            cross = system.cross(result.solution)
+    diagnostics = {"lower_residual": system.gradient, **watched(oracle, result, said)}
+    return Estimate(loss, grad_x - cross, diagnostics, {"linear_solution": result.solution})
 
 
 def _require_few(oracle: Oracle) -> None:
@@ -85,14 +110,49 @@ def _require_few(oracle: Oracle) -> None:
         )
 
 
-def watched(oracle: Oracle, result: LinearSolution) -> dict[str, Tensor]:
-    """Return diagnostics of a linear solve; warn if the system is not solved."""
-    lanes = oracle.lanes is not None
-    oracle.checks.alert("indefinite", INDEFINITE, result.indefinite.any() if lanes else result.indefinite)
-    found = {"linear_residual": result.residual, "linear_iterations": result.iterations}
-    if result.diverged is not None:
-        if lanes:
-            oracle.checks.alert("diverging system", DIVERGING, (result.diverged > result.indefinite).any())
+def watched(oracle: Oracle, result: LinearSolution, said: Tensor | None = None) -> dict[str, Tensor]:
+    """Return diagnostics of a linear solve; warn if the system is not solved.
+
+    Args:
+        oracle: receives the alert ``"unsolved system"``.
+        result: the solution, with the residual to report.
+        said: the relative residual of the solver's own recursion. Default: None, no such thing.
+    """
+    if result.diverged is not None and result.relative is not None:
+        figures = [t.detach() for t in (result.relative, result.relative if said is None else said)]
+        flags = [result.indefinite, result.diverged]
+        message = partial(_reason, result, *figures, dense=said is None)
+        if oracle.lanes is None:
+            oracle.checks.alert_if("unsolved system", message, _unsolved, *flags, *figures)
         else:
-            oracle.checks.alert_if("diverging system", DIVERGING, operator.gt, result.diverged, result.indefinite)
-    return found if result.relative is None else {**found, "linear_relative_residual": result.relative}
+            oracle.checks.alert("unsolved system", message, _unsolved(*flags, *figures).any())
+    found = {"linear_residual": result.residual, "linear_iterations": result.iterations}
+    if result.relative is not None:
+        found["linear_relative_residual"] = result.relative
+    if result.condition is not None:
+        found["linear_condition"] = result.condition
+    return found
+
+
+def _unsolved(indefinite: Any, diverged: Any, relative: Any, said: Any) -> Any:
+    return (indefinite > 0) | (diverged > 0) | _rounded(relative, said)
+
+
+def _rounded(relative: Any, said: Any) -> Any:
+    """Return True if rounding errors have spoilt a solution: its true residual is far above that of the recursion."""
+    return (relative > UNSOLVED) & (relative > 10 * said)
+
+
+def _reason(result: LinearSolution, relative: Tensor, said: Tensor, *, dense: bool) -> str:
+    """Say why the system is not solved, with the figures of the worst lane, and what helps."""
+    assert result.diverged is not None
+    bad = _unsolved(result.indefinite, result.diverged, relative, said).reshape(-1)
+    worst = int(torch.where(bad, relative.reshape(-1), -1.0).argmax())
+    first = [bool(flags.reshape(-1)[worst]) for flags in (result.indefinite, result.diverged)]
+    text = INDEFINITE if first[0] else ROUNDED if not first[1] else NEARLY_SINGULAR if dense else DIVERGING
+    seen = f"|b - H v| = {float(relative.reshape(-1)[worst]):.2g} |b|"
+    if not dense:
+        seen += f" after {int(result.iterations.reshape(-1)[worst])} iterations"
+    if text in (ROUNDED, DIVERGING) and result.condition is not None:
+        seen += f", condition of H at least {float(result.condition.reshape(-1)[worst]):.1g}"
+    return f"{text} ({seen}). {HELP[text]}"

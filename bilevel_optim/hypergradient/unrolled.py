@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from ..oracle.doors import OPTIONS, PROJECTION
 from ..oracle.features import FeatureCut
+from ..oracle.first_order import none_to_zeros
 from ..oracle.oracle import Oracle
 from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
@@ -17,7 +21,7 @@ from ..solvers.lower import LowerRule, Memory, gradient_dot, watched_growth
 from ..solvers.unrolling import update_vjp
 from .estimate import Estimate
 
-__all__ = ["unrolled"]
+__all__ = ["through_start", "unrolled"]
 
 
 class _Step(NamedTuple):
@@ -128,11 +132,31 @@ def _pulled_back(
     """Return the adjoints before a step, and the step's part of the gradient in x."""
 
     def through(system: LowerSystem) -> tuple[Vector, Vector, list[dict[str, Tensor]]]:
-        before, memory, slope = update_vjp(rule, step.point.y, step.memory, system.gradient, adjoint, memory_adjoint)
+        x: Sequence[Tensor]
+        with step.point.placed() if doors else nullcontext(((), ())) as (x, _):
+            before, memory, slope, beside = update_vjp(
+                rule, step.point.y, step.memory, system.gradient, adjoint, memory_adjoint, x
+            )
         cross, hvp = system.both(slope)
+        if doors:
+            session.note_reached(beside)
+            cross = cross + none_to_zeros(beside, cross)
         return before + hvp, cross, memory
+
+    session = step.point.session
+    doors = session.doors & {PROJECTION, OPTIONS}
 
     if step.system is not None:
         return through(step.system)
     with step.point.lower_system(step.sample) as system:
         return through(system)
+
+
+def through_start(oracle: Oracle, start: Vector, adjoint: Vector) -> Vector:
+    """Return the derivative in x through the start of the lower steps, from its graph and the adjoint there."""
+    roots = [(t, own.to(t.dtype)) for t, own in zip(start, adjoint, strict=True) if t.requires_grad]
+    found = torch.autograd.grad(
+        [t for t, _ in roots], list(oracle.live_x), [own for _, own in roots], allow_unused=True
+    )
+    oracle.session.note_reached(found)
+    return none_to_zeros(found, oracle.x)

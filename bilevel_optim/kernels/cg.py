@@ -29,24 +29,24 @@ class Algebra(NamedTuple):
 
 
 def iteration(
-    algebra: Algebra, v: Any, r: Any, p: Any, hp: Any, rr: Any, active: Any
-) -> tuple[Any, Any, Any, Any, Any]:
+    algebra: Algebra, v: Any, r: Any, p: Any, hp: Any, rr: Any, active: Any, least: Any
+) -> tuple[Any, Any, Any, Any, Any, Any]:
     """Run the part of an iteration after the product: `cg_step`, for vectors and scalars of any kind."""
     dot, add, where = algebra
     curvature = dot(p, hp)
-    negative = active & (curvature <= 0)
+    negative = active & (curvature <= least)
     active = active ^ negative
     # A finished solve is frozen by zero steps instead of a branch, which would need the host.
     alpha = where(active, rr / where(active, curvature, 1.0), 0.0)
     v, r = add(v, p, alpha), add(r, hp, -alpha)
     length = dot(r, r)
     p = add(r, p, where(active, length / where(rr > 0, rr, 1.0), 0.0))
-    return v, r, p, where(active, length, rr), negative
+    return v, r, p, where(active, length, rr), curvature, negative
 
 
 def cg_step(
-    v: Tensor, r: Tensor, p: Tensor, hp: Tensor, rr: Tensor, active: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    v: Tensor, r: Tensor, p: Tensor, hp: Tensor, rr: Tensor, active: Tensor, least: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     r"""Make one step for every active system; the others stay as they are.
 
     .. math::
@@ -60,27 +60,28 @@ def cg_step(
         hp: products of H with the directions.
         rr: squared lengths of the residuals, float64, shape (lanes,).
         active: mask of the systems that go on, shape (lanes,).
+        least: curvatures :math:`p^\top H p` up to this count as non-positive, float64, shape (lanes,).
 
     Returns:
-        The new v, r, p and rr, and a mask of the active systems that stay because their direction has non-positive
-        curvature.
+        The new v, r, p and rr; the curvatures, float64; a mask of the active systems that stay because their direction
+        has non-positive curvature.
 
     Example:
         >>> H, b = torch.tensor([[1.0, 2.0]]), torch.ones(1, 2)
         >>> v, r, p, rr = torch.zeros(1, 2), b, b, torch.tensor([2.0]).double()
         >>> for _ in range(2):
-        ...     v, r, p, rr, _ = cg_step(v, r, p, H * p, rr, rr > 0)
+        ...     v, r, p, rr, _, _ = cg_step(v, r, p, H * p, rr, rr > 0, 0 * rr)
         >>> v
         tensor([[1.0000, 0.5000]])
     """
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _OPERATOR(v, r, p, hp, rr, active)
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = _OPERATOR(v, r, p, hp, rr, active, least)
     return found
 
 
 def _cg_step(
-    v: Tensor, r: Tensor, p: Tensor, hp: Tensor, rr: Tensor, active: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return iteration(_ROWS, v, r, p, hp, rr, active)
+    v: Tensor, r: Tensor, p: Tensor, hp: Tensor, rr: Tensor, active: Tensor, least: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return iteration(_ROWS, v, r, p, hp, rr, active, least)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -95,9 +96,9 @@ def _add(a: Tensor, b: Tensor, alpha: Tensor) -> Tensor:
 _ROWS = Algebra(_dot, _add)
 _OPERATOR = operator(
     _cg_step,
-    lambda v, r, p, hp, rr, active: (
+    lambda v, r, p, hp, rr, active, least: (
         *(t.new_empty(t.shape) for t in (v, r, p)),
-        rr.new_empty(rr.shape),
+        *(rr.new_empty(rr.shape) for _ in range(2)),
         active.new_empty(active.shape),
     ),
 )

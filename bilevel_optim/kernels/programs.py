@@ -77,10 +77,10 @@ def _square(
 
 
 @triton.jit
-def _alpha(rr, active, curvature):
-    """Return step lengths, and masks of positive and of non-positive curvature."""
-    negative = active & (curvature <= 0)
-    going = active & (curvature > 0)
+def _alpha(rr, active, curvature, least):
+    """Return step lengths, and masks of curvature above ``least`` and up to it."""
+    negative = active & (curvature <= least)
+    going = active & (curvature > least)
     return tl.where(going, rr / tl.where(going, curvature, 1.0), 0.0), going, negative
 
 
@@ -96,13 +96,14 @@ def _curvatures(parts, p, hp, n, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _move(
-    new_v, new_r, lengths, v, r, p, hp, curvatures, rr, active, n, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr
-):
+    new_v, new_r, lengths, v, r, p, hp, curvatures, rr, active, least, n, count,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     lane, at = program // count, program % count * BLOCK + tl.arange(0, BLOCK)
     inside, at = at < n, lane * n + at
     curvature = tl.load(curvatures + lane)
-    alpha, _, _ = _alpha(tl.load(rr + lane), tl.load(active + lane) != 0, curvature)
+    alpha, _, _ = _alpha(tl.load(rr + lane), tl.load(active + lane) != 0, curvature, tl.load(least + lane))
     alpha = alpha.to(DTYPE)
     moved = tl.load(v + at, mask=inside, other=0.0).to(DTYPE)
     moved += tl.load(p + at, mask=inside, other=0.0).to(DTYPE) * alpha
@@ -116,7 +117,7 @@ def _move(
 
 @triton.jit
 def _turn(
-    new_p, new_rr, negatives, r, p, lengths, curvatures, rr, active, n, count,
+    new_p, new_rr, negatives, r, p, lengths, curvatures, rr, active, least, n, count,
     DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -124,7 +125,7 @@ def _turn(
     at = part * BLOCK + tl.arange(0, BLOCK)
     inside, at = at < n, lane * n + at
     before, after, curvature = tl.load(rr + lane), tl.load(lengths + lane), tl.load(curvatures + lane)
-    _, going, negative = _alpha(before, tl.load(active + lane) != 0, curvature)
+    _, going, negative = _alpha(before, tl.load(active + lane) != 0, curvature, tl.load(least + lane))
     beta = tl.where(going, after / tl.where(before > 0, before, 1.0), 0.0).to(DTYPE)
     gradient_dot = tl.load(r + at, mask=inside).to(DTYPE) + tl.load(p + at, mask=inside).to(DTYPE) * beta
     tl.store(new_p + at, gradient_dot.to(new_p.dtype.element_ty), mask=inside)
@@ -174,21 +175,22 @@ def squares(like: Tensor, keys: Tensor, rows: Tensor, period: int, offset: int, 
 
 
 def cg_step(
-    v: Tensor, r: Tensor, p: Tensor, hp: Tensor, rr: Tensor, active: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    v: Tensor, r: Tensor, p: Tensor, hp: Tensor, rr: Tensor, active: Tensor, least: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`cg.cg_step` in three passes: each inner product must be known before the next pass."""
     lanes, n = v.shape
     count = triton.cdiv(n, BLOCK)
-    v, r, p, hp, rr, active = (t.contiguous() for t in (v, r, p, hp, rr, active))
+    v, r, p, hp, rr, active, least = (t.contiguous() for t in (v, r, p, hp, rr, active, least))
     new_v, new_r, new_p, new_rr, negative = (torch.empty_like(t) for t in (v, r, p, rr, active))
     parts = rr.new_empty(lanes, count)  # sums of a lane's blocks
+    curvatures = torch.zeros_like(rr)
     if lanes * count:
         grid, sizes = (lanes * count,), {"DTYPE": _dtype(v), "BLOCK": BLOCK}
         _curvatures[grid](parts, p, hp, n, count, **sizes)
-        curvatures = parts.sum(1)
-        _move[grid](new_v, new_r, parts, v, r, p, hp, curvatures, rr, active, n, count, **sizes)
-        _turn[grid](new_p, new_rr, negative, new_r, p, parts.sum(1), curvatures, rr, active, n, count, **sizes)
-    return new_v, new_r, new_p, new_rr, negative
+        curvatures, own = parts.sum(1), (rr, active, least)
+        _move[grid](new_v, new_r, parts, v, r, p, hp, curvatures, *own, n, count, **sizes)
+        _turn[grid](new_p, new_rr, negative, new_r, p, parts.sum(1), curvatures, *own, n, count, **sizes)
+    return new_v, new_r, new_p, new_rr, curvatures, negative
 
 
 def _dtype(t: Tensor) -> tl.dtype:

@@ -52,8 +52,8 @@ class AID(BilevelOptimizer):
         lower_steps: lower steps per outer step.
         linear_solver: ``"cg"``, conjugate gradients (fastest; H must be positive definite); ``"minres"``, minimal
             residuals (H may have negative eigenvalues, as in deep networks away from their minima);
-            ``"auto"``, CG until it meets non-positive curvature, then MINRES, with a warning (not detected with
-            ``check_finite=False``); ``"direct"``, an LU factorisation of the explicit Hessian: exact however
+            ``"auto"``, CG until it meets non-positive curvature or fails otherwise, then MINRES, with a warning (not
+            detected with ``check_finite=False``); ``"direct"``, an LU factorisation of the explicit Hessian: exact however
             ill-conditioned H is, for at most 4,096 lower parameters (of each task); ``"neumann"``, the series
             :math:`\eta \sum_{i \le Q} (I - \eta H)^i`, always from zero; ``"fixed_point"``, the same iteration from a
             warm start. Default: ``"cg"``.
@@ -125,7 +125,7 @@ class AID(BilevelOptimizer):
         dense = self.linear_solver == "direct"
         warm = self.warm_start and self.linear_solver != "neumann" and not dense
         start = inputs.memory.get("linear_solution") if warm else None
-        estimate = implicit(oracle, self._linear_solve(inputs), start, dense=dense)
+        estimate = implicit(oracle, self._linear_solve(inputs), start, dense=dense, check=self.check_finite)
         return estimate if warm else replace(estimate, memory={})
 
     def _linear_solve(self, inputs: StepInputs) -> Callable[..., LinearSolution]:
@@ -139,8 +139,8 @@ class AID(BilevelOptimizer):
         return stop
 
     def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
-        """Return the alert that makes the solver change, for an indefinite lower Hessian; None if it cannot change."""
-        return "indefinite" if self.linear_solver == "auto" and "linear_solver" not in numbers else None
+        """Return the alert that makes the solver change; None if it cannot change."""
+        return "unsolved system" if self.linear_solver == "auto" and "linear_solver" not in numbers else None
 
     def _react(self, oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
         """Change from CG to MINRES."""

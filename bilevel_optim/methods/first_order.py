@@ -7,6 +7,7 @@ from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.step import StepInputs
+from ..oracle.doors import DOORS
 from ..oracle.oracle import Oracle
 
 __all__ = ["FirstOrder"]
@@ -61,6 +62,7 @@ class FirstOrder(BilevelOptimizer):
     )
 
     _responds = False
+    _doors = DOORS  # it leaves out all of y's response to x
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Return one lower draw for each lower step, then an upper draw."""

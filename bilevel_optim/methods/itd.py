@@ -7,12 +7,14 @@ from typing import ClassVar
 import torch
 
 from ..hypergradient import Estimate, unrolled
+from ..hypergradient.unrolled import through_start
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.options import count, flag
-from ..optimizer.step import StepInputs
+from ..optimizer.step import StepInputs, replace
 from ..oracle import batched
+from ..oracle.doors import OPTIONS, PROJECTION, START
 from ..oracle.oracle import Oracle
 
 __all__ = ["ITD"]
@@ -81,6 +83,7 @@ class ITD(BilevelOptimizer):
     truncate: int | None = count(default=None, optional=True)
     checkpoint: bool = flag(default=False)
 
+    _doors = frozenset((PROJECTION, START, OPTIONS))
     _joined: ClassVar = {"lower_residual": torch.linalg.vector_norm, "lower_growth": torch.amax}
 
     def _together(self, tasks: int) -> list[slice]:
@@ -94,4 +97,7 @@ class ITD(BilevelOptimizer):
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Run the lower steps and backpropagate through them."""
         rule, memory = inputs.solver_for(oracle.y)
-        return unrolled(oracle, rule, self.lower_steps, memory, truncate=self.truncate, checkpoint=self.checkpoint)
+        found = unrolled(oracle, rule, self.lower_steps, memory, truncate=self.truncate, checkpoint=self.checkpoint)
+        if inputs.start is None or found.start is None:
+            return found
+        return replace(found, gradient=found.gradient + through_start(oracle, inputs.start, found.start))

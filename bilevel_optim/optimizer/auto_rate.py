@@ -87,7 +87,7 @@ def _unmeasured_rate(lower_lr: str, lower_factory: Factory, method: str, fixed: 
         raise ValueError(f"Invalid lower_lr value: auto ({method} takes a number: {fixed})")
     own, sets = (None, False) if lower_factory is SGD else own_rate(lower_factory)
     if sets:
-        return own
+        return own.detach() if isinstance(own, Tensor) else own
     _require_own_scale(probe(lower_factory, 1.0), method)
     return None
 

@@ -72,6 +72,10 @@ class BilevelOptimizer(Method):
             are. Implicit methods raise ValueError where it changes the solution. Default: None.
         check_finite: raise `NonFiniteError` if an oracle returns NaN or infinity, before anything is written. Costs one
             host synchronisation per step. Default: True.
+        check_derivatives: in the first step with new losses, compare each derivative that the method takes with
+            differences along a random direction, and raise `DerivativeError` if one is wrong. This costs about ten
+            lower gradients, which are not counted. What cannot be decided, because of kinks, noise or low precision, is
+            named in ``diagnostics["derivatives"]``. Default: True.
         generator: source of the method's own random numbers. Default: torch's default generator.
         vectorize: how to evaluate several copies of y: True, all at once under ``torch.func.vmap``; False, in a loop; a
             number, in chunks of that size. Default: True.
@@ -253,10 +257,11 @@ class BilevelOptimizer(Method):
             if still:
                 inputs = self._without_lookahead(inputs)
             if callable(start):
-                inputs, start = replace(inputs, lower_init=start), None
+                inputs, start = replace(inputs, lower_init=self._start_of(start, oracle.live_x, oracle.session)), None
             elif start is None and tasks is None and self.lower_init is not None:
-                start = fresh_start(oracle.y, oracle.lower_names(), self.lower_init)
-            estimate = self._estimate(oracle, inputs, tasks, start)
+                begun = fresh_start(oracle.y, oracle.lower_names(), inputs.lower_init)
+                inputs, start = replace(inputs, start=begun), begun.detach()
+            estimate = self._whole_estimate(oracle, inputs, tasks, start)
             transaction.conclude()
             oracle.session.lower_sample = None  # breaks a reference cycle, as after a step
             return replace(estimate, diagnostics=measured(estimate.diagnostics))
@@ -311,6 +316,8 @@ class BilevelOptimizer(Method):
         oracle = self._oracle(task) if self._one_loss else self._oracle(adapt.no_upper_loss, task)
         oracle.shared = False
         groups = level_groups(self.param_groups, "lower")
+        self._follow_types()
+        known = {} if self._placeholders else remembered(self.state, self.parameters("lower"))["memory"]
         buffers = self._run_state.buffers
         with Transaction(self.generator, oracle, buffers, alone=True), nullcontext() if write else buffers.kept():
             found = adapt.lower_solution(
@@ -320,7 +327,7 @@ class BilevelOptimizer(Method):
                 steps,
                 groups,
                 partial(self._rules, groups),
-                curvature=remembered(self.state, self.parameters("lower"))["memory"].get(CURVATURE),
+                curvature=known.get(CURVATURE),
                 exact=self._exact_products,
                 check_finite=self.check_finite,
                 at=self._run_state.steps,

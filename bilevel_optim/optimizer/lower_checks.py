@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.optim import Optimizer, SparseAdam
 
 from ..errors import warn
+from ..oracle.doors import OPTIONS, STEP, options_of, steps_read
 from ..problem.parameters import is_number, require
 from ..solvers.agd import AGD
 from ..solvers.limits import Limits
@@ -46,6 +49,7 @@ class LowerChecks:
     def __init__(self, factory: Factory, lr: float) -> None:
         self.factory, self.lr = factory, lr
         self._shown: dict[str, bool] = {}
+        self._own: tuple[list[str], list[str]] | None = None
 
     def probe(self) -> Optimizer:
         """Return the lower optimizer made for a dummy parameter."""
@@ -114,6 +118,49 @@ class LowerChecks:
                 "include it and the hypergradient is biased; put the penalty into the lower loss instead"
             )
 
+    def doors(self, groups: Sequence[Mapping[str, Any]], x: Sequence[Tensor]) -> dict[str, str]:
+        """Return the ways by which x reaches y in lower steps, each with the name of an option.
+
+        Raises:
+            ValueError: for an option that was computed from x once, so that later values of x would not reach it.
+        """
+        found = options_of(groups, x)
+        stale = [name for name, value in found.items() if not isinstance(value, Tensor) or value.grad_fn is not None]
+        if not (isinstance(self.factory, type) and self.factory.__module__.startswith("torch.optim")):
+            if self._own is None:
+                self._own = self._reads(x)
+            own, reads = self._own
+            stale += own
+            found = {**found, **dict.fromkeys(reads)}
+        if stale:
+            raise ValueError(
+                f"{stale[0]} of the lower steps was computed from upper parameters once, so it would not follow them: "
+                "compute it where the optimizer is made, such as lower_optimizer=lambda groups: "
+                "torch.optim.SGD(groups, lr=x.exp()), or pass the upper parameter itself"
+            )
+        return {STEP if name == STEP else OPTIONS: name for name in found}
+
+    def _reads(self, x: Sequence[Tensor]) -> tuple[list[str], list[str]]:
+        """Return the names of the factory's options that depend on x: those computed once, and all; or `STEP`."""
+        found, others = (options_of(self._probe_of_factory().param_groups, x) for _ in range(2))
+        once = [name for name, t in found.items() if others.get(name) is t and getattr(t, "grad_fn", None) is not None]
+        probe = self.probe()
+        if not is_known(probe):
+            for group in probe.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.zeros_like(p)
+            with suppress(Exception):  # it needs a closure, for example
+                if steps_read(probe.step, x):
+                    found[STEP] = None
+        return once, [*found]
+
+    def _probe_of_factory(self) -> Optimizer:
+        """Return the optimizer made for a dummy parameter, with the factory's own learning rate if it has one."""
+        try:
+            return probe(self.factory)
+        except Exception:  # it needs a rate
+            return self.probe()
+
     def _shows(self, what: str, test: Callable[[Factory, float], bool]) -> bool:
         if what not in self._shown:
             self._shown[what] = test(self.factory, self.lr)
@@ -145,7 +192,9 @@ def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
         if own is None:
             option = f", or an {level}_optimizer that has a rate" if level == "upper" else ""
             raise TypeError(f"{method}: missing a required argument: {name!r}{option}")
-        rate = own
+        rate = (
+            own.detach() if isinstance(own, Tensor) else own
+        )  # `LowerRule` takes that of the optimizer, if it has a graph
     elif sets and own != rate:
         raise ValueError(
             f"Invalid {name} value: {rate} (the {level}_optimizer sets lr={own} itself; leave one of the two out)"
@@ -194,6 +243,11 @@ def require_optimizer(level: str, factory: Factory) -> None:
             f"{level}_optimizer must make an optimizer from parameter groups alone, but raised: {error}; {cure} (a "
             "scheduler is made later, from the finished optimizer)"
         ) from error
+    if isinstance(made, SparseAdam):
+        raise ValueError(
+            f"Invalid {level}_optimizer value: SparseAdam (it takes sparse gradients, but gradients are dense here; "
+            "pass torch.optim.Adam)"
+        )
     if not isinstance(made, Optimizer):
         raise TypeError(
             f"{level}_optimizer must return a torch.optim.Optimizer, but returned {type(made).__name__}; {cure}"

@@ -37,8 +37,10 @@ def write_lower(
     *,
     generator: torch.Generator | None,
     one_process: bool,
-) -> Callable[[], None]:
-    """Write y by the user's functions; return a function that restores y and the random states.
+) -> tuple[Callable[[], None], Vector | None]:
+    """Write y by the user's functions.
+
+    Return a function that restores y and the random states, and the start with its graph, if it has one.
 
     Args:
         y: the live lower tensors.
@@ -48,7 +50,7 @@ def write_lower(
         generator: the optimizer's generator.
         one_process: False if the step is one of several processes, which cannot use ``init``.
     """
-    before = [t.detach().clone() for t in y]
+    before, start = [t.detach().clone() for t in y], Vector()
     drawn, own = default_state(y[0].device), None if generator is None else generator.get_state()
 
     def put_back() -> None:
@@ -61,13 +63,14 @@ def write_lower(
         if init is not None:
             if not one_process or any_sharded(y):
                 raise ValueError(ONE_PROCESS)
-            _write(y, fresh_start(Vector(y), names, init))
+            start = fresh_start(Vector(y), names, init)
+            _write(y, start)
         if solver is not None:
             solver()
     except BaseException:
         put_back()
         raise
-    return put_back
+    return put_back, start if any(t.requires_grad for t in start) else None
 
 
 def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

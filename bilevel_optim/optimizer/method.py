@@ -17,8 +17,11 @@ from ..errors import NonFiniteError
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
+from ..oracle.doors import PROJECTION, START, WatchedStart, leads, projection_reads, refusal
+from ..oracle.hooks import any_hooks, called_once, require_callable, why_one_by_one
 from ..oracle.oracle import Oracle
-from ..oracle.session import EvaluationOptions, LossFacts
+from ..oracle.probe import FIRST, JOINT, SECOND, check_derivatives
+from ..oracle.session import EvaluationOptions, LossFacts, Session
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import (
     LEVELS,
@@ -78,6 +81,7 @@ from .task_mean import task_mean
 from .transaction import Transaction, Write, undo_of, writes_of, writes_of_update
 from .upper_gradient import check_gradients
 
+MOST_CHECKS = 16  # different losses of one optimizer whose derivatives are checked
 KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
 
 __all__ = ["Method"]
@@ -100,6 +104,7 @@ class Method(Options, Optimizer, ABC):
     upper_optimizer: InitVar[Callable[[Any], Optimizer] | None] = factory(default=None)
     lower_optimizer: InitVar[Callable[[Any], Optimizer] | None] = factory(default=None)
     check_finite: bool = flag(default=True)
+    check_derivatives: bool = flag(default=True)
     generator: torch.Generator | None = option(default=None, check=is_generator)
     vectorize: InitVar[bool | int] = chunk(default=True)
     hvp: InitVar[str] = choice("exact", "finite-difference", default="exact")
@@ -114,6 +119,7 @@ class Method(Options, Optimizer, ABC):
     declared: ClassVar[MethodInfo] = UNDECLARED  # description for the tables, recipes and generic tests
     _variant_of_state = cast("Mapping[str, Any]", MappingProxyType({}))  # a state of another variant is not loaded
     _saved_options: ClassVar[tuple[str, ...]] = ()  # names of the options in a checkpoint
+    _doors: ClassVar[frozenset[str]] = frozenset()  # ways besides the losses by which the estimate lets x reach y
     _one_loss = False  # True if step takes one loss, from which `_objectives` makes the two
     _responds = True  # False if the estimate does not rely on y's response to x in the lower loss
     _curvature_margin: ClassVar[float] = MARGIN  # with "auto", the lower rate is 1 / (margin * curvature)
@@ -190,6 +196,7 @@ class Method(Options, Optimizer, ABC):
         self.numbers: dict[str, Any] = {}
         self._diagnostics: dict[str, Any] = {}
         self._placeholders = False  # True while the state holds only zeros, shaped like a first step's state
+        self._begun: tuple[WatchedStart, Vector] | None = None  # this step's start of y, if it has a graph
         self._captured: Any = None  # makes the steps after `compile`
         self._untraced_update = ""  # why a graph does not move x, if the upper optimizer is the only obstacle
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
@@ -224,15 +231,17 @@ class Method(Options, Optimizer, ABC):
         self._heed_options_of_sgd()
         look = update and self._run_state.steps == STILL - 1 and self.check_finite and not self._one_loss
         before = [Vector(self.parameters(level)).detach().clone() for level in LEVELS] if look else []
-        put_back = self._set_below() if self._sets_below(tasks) else None
+        put_back, done = self._set_below() if self._sets_below(tasks) else None, self._run_state.steps
         try:
             loss = self._made_step(upper, lower, tasks, update=update)
         except BaseException as error:
-            if put_back is not None:
+            if put_back is not None and self._run_state.steps == done:  # else an interrupt has waited for the step
                 put_back()
             if not isinstance(error, NonFiniteError) or error.hint or not trend.above:
                 raise
             raise NonFiniteError(error.oracle, error.step, f"The run has diverged: {trend.text}. {DIVERGES}") from None
+        finally:
+            self._begun = None
         self._run_state.written = {}
         self._watch_losses(loss, moves=update)
         if look:
@@ -260,6 +269,7 @@ class Method(Options, Optimizer, ABC):
         ranks, groups = self._oracle_options.ranks, by_level(self.param_groups)
         try:
             oracle = self._oracle(upper, lower, groups=groups)
+            self._look_beside_losses(oracle, groups["lower"])
             options = {} if ranks.group is None else self._decisive(groups)
         except BaseException as error:
             ranks.failed(error)
@@ -271,10 +281,37 @@ class Method(Options, Optimizer, ABC):
         """Return the oracle of both losses at the current point; ``groups`` are the groups by level, if known."""
         require_gradients()
         f, g = self._objectives(upper, lower)
+        self._run_state.buffers.expect((upper, lower))
         groups = groups or by_level(self.param_groups)
         x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
-        session = self._run_state.session(self._oracle_options)
-        return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
+        session, names = self._run_state.session(self._oracle_options), lambda: names_of(self.param_groups)
+        require_callable((*x, *y), names)
+        session.one_by_one, session.hooked = why_one_by_one(self._run_state.buffers.modules), any_hooks(y)
+        return Oracle(x, y, f, g, names=names, session=session)
+
+    def _look_beside_losses(self, oracle: Oracle, groups: list[dict[str, Any]]) -> None:
+        """Find the ways by which x reaches y besides the losses; raise for one that the estimate leaves out."""
+        x, projection = oracle.live_x, self._limits.projection
+        doors = self._lower_checks.doors(groups, x)
+        if projection is not None and projection_reads(projection, oracle.y, x):
+            doors[PROJECTION] = ""
+        if self._begun is not None and leads(self._begun[1], x):
+            doors[START] = ""
+        for door, name in doors.items():
+            if door not in self._doors:
+                raise refusal(door, type(self).__name__, name)
+        oracle.session.doors = frozenset(doors)
+
+    def _start_of(self, init: LowerInit, x: Sequence[Tensor], session: Session | None = None) -> WatchedStart:
+        """Return a function like ``lower_init`` that raises if the estimate leaves out how its result depends on x."""
+
+        def note() -> None:
+            if START not in self._doors:
+                raise refusal(START, type(self).__name__)
+            if session is not None:
+                session.doors |= {START}
+
+        return WatchedStart(init, x, note)
 
     def _decisive(self, groups: Groups) -> dict[str, str]:
         """Return the options that determine a step, besides losses, data and values, as texts by name."""
@@ -292,7 +329,12 @@ class Method(Options, Optimizer, ABC):
         if counts:
             broadcast = partial(self._oracle_options.ranks.broadcast_number, device=oracle.device)
             random_inputs = draw_random_inputs(counts, self.generator, broadcast)
-        return self._inputs(groups, oracle.live_x, oracle.live_y, oracle.y, random_inputs or {})
+        inputs = self._inputs(groups, oracle.live_x, oracle.live_y, oracle.y, random_inputs or {})
+        if self.lower_init is None:
+            return inputs
+        if self._begun is not None:
+            return replace(inputs, lower_init=self._begun[0], start=self._begun[1])
+        return replace(inputs, lower_init=self._start_of(self.lower_init, oracle.live_x, oracle.session))
 
     def _inputs(
         self,
@@ -323,7 +365,7 @@ class Method(Options, Optimizer, ABC):
         if self._placeholders:
             self.state.clear()
             self._placeholders = False
-        self._run_state.follow(self.state, [p for group in self.param_groups for p in group["params"]])
+        self._follow_types()
         known = remembered(self.state, y)
         if not self.warm_start or self.lower_init is not None:
             known["solver"] = None
@@ -331,9 +373,18 @@ class Method(Options, Optimizer, ABC):
         known["upper_solver"] = None if self._upper_rules is None else solver_memory(self.state, x)
         return known
 
+    def _follow_types(self) -> None:
+        """Cast the state to the types of the parameters, before it is read."""
+        self._run_state.follow(self.state, [p for group in self.param_groups for p in group["params"]])
+
     def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
         """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
-        estimate = self._estimate(oracle, inputs, tasks)
+        new_losses = self.check_derivatives and self._has_new_losses(oracle, tasks)
+        if new_losses:
+            oracle.session.used = {}
+        estimate = self._whole_estimate(oracle, inputs, tasks)
+        if new_losses:
+            self._check_derivatives(oracle, tasks)
         if oracle.session.buffers_skipped:
             advance_buffers(oracle, estimate.lower)
         oracle.session.lower_sample = None  # a reference cycle would keep the step's graphs
@@ -342,6 +393,41 @@ class Method(Options, Optimizer, ABC):
             with torch.set_grad_enabled(False):
                 new = self.update(oracle.x, estimate.gradient, inputs.after(estimate))
         return StepResults(estimate, new)
+
+    def _losses(self, oracle: Oracle, tasks: Any) -> tuple[Any, ...]:
+        """Return what identifies the losses of a step: their code, the mode of modules, and the kind of problem."""
+        return id(oracle.f.code), id(oracle.g.code), self._run_state.buffers.mode, tasks is None
+
+    def _has_new_losses(self, oracle: Oracle, tasks: Any) -> bool:
+        """Return True if the derivatives of these losses have not been checked, and not those of many others."""
+        known = oracle.session.found.derivatives
+        return len(known) < MOST_CHECKS and self._losses(oracle, tasks) not in known
+
+    def _check_derivatives(self, oracle: Oracle, tasks: Any) -> None:
+        """Raise if a derivative that the estimate has used is wrong; note what could not be decided."""
+        session = oracle.session
+        opened = check_derivatives(session, self._derivatives)
+        session.found.derivatives = {
+            **session.found.derivatives,
+            self._losses(oracle, tasks): (opened, oracle.f.code, oracle.g.code),  # while these exist, so do their ids
+        }
+
+    @property
+    def _derivatives(self) -> frozenset[str]:
+        """Derivatives of the losses that an estimate takes."""
+        if self._exact_products:
+            return SECOND
+        return JOINT if self._responds and self.declared.family != "zeroth-order" else FIRST
+
+    def _whole_estimate(
+        self, oracle: Oracle, inputs: StepInputs, tasks: Any, start: Sequence[Tensor] | None = None
+    ) -> Estimate:
+        """Return the checked estimate, with hooks on x called once, for the whole hypergradient."""
+        if not any_hooks(oracle.live_x):
+            return self._estimate(oracle, inputs, tasks, start)
+        with called_once(oracle.live_x) as called:
+            estimate = self._estimate(oracle, inputs, tasks, start)
+            return replace(estimate, gradient=called(estimate.gradient))
 
     def _estimate(
         self, oracle: Oracle, inputs: StepInputs, tasks: Any, start: Sequence[Tensor] | None = None
@@ -419,10 +505,13 @@ class Method(Options, Optimizer, ABC):
         """Return the writes of a step's results, ``.grad`` of x included."""
         (estimate, update), session = results, oracle.session
         numbers = estimate.numbers if update is None else {**estimate.numbers, **update.numbers}
+        figures = measured(estimate.figures, above=KEPT)
+        if session.looped:
+            figures["vectorize_fallback"] = session.looped
         return [
             *writes_of(self.state, oracle.live_x, oracle.live_y, estimate, update),
             *self._result_writes(
-                measured(estimate.figures, above=KEPT),
+                figures,
                 numbers,
                 session.found,
                 self._run_state.after(session, estimate.loss),
@@ -447,14 +536,17 @@ class Method(Options, Optimizer, ABC):
 
     def _set_below(self) -> Callable[[], None]:
         """Write y by the user's functions; return a function that restores y and the random states."""
-        return write_lower(
+        init = None if self.lower_init is None else self._start_of(self.lower_init, self.parameters("upper"))
+        put_back, start = write_lower(
             self.parameters("lower"),
             names_of([group for group in self.param_groups if group["level"] == "lower"]),
-            self.lower_init,
+            init,
             self._lower_solver,
             generator=self.generator,
             one_process=self._oracle_options.ranks.group is None,
         )
+        self._begun = None if init is None or start is None else (init, start)
+        return put_back
 
     def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:
         """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
@@ -537,6 +629,8 @@ class Method(Options, Optimizer, ABC):
         super().add_param_group(param_group)
         if hasattr(self, "_run_state"):
             self._run_state.found.ranks_agree = False  # the new parameters have not been compared
+            self._run_state.buffers.record_again()
+            self._run_state.found.derivatives = {}
         if level == "lower" and self._stationary:
             self._lower_checks.warn_of_decay(self.param_groups[-1])
 

@@ -54,6 +54,7 @@ class StepInputs(DrawInputs):
         random_inputs: the method's random integers for this step, by name.
         lower_init: start of the lower solves of tasks. None: the live y.
         ranks: the processes that share the run.
+        start: start of the lower solve with its graph. None: it has none.
     """
 
     upper_groups: list[dict[str, Any]]
@@ -64,6 +65,7 @@ class StepInputs(DrawInputs):
     generator: torch.Generator | None
     lower_init: LowerInit | None
     ranks: Ranks
+    start: Vector | None = None
     random_inputs: Mapping[str, Any] = field(default_factory=dict)
     upper_rule: Callable[[Vector], LowerRule] | None = None
     upper_solver: Memory | None = None

@@ -71,6 +71,8 @@ def task_mean(
             start = starting_points(oracle.y, oracle.lower_names(), some, n, inputs.lower_init)
         else:
             start = rows.starts(some)
+        if any(t.requires_grad for t in start):
+            own, start = replace(own, start=start), start.detach()
         found = estimate(stacked(oracle, start, draws.of(part)), own)
         loss, gradient = loss + (found.loss / count).to(loss), gradient + found.gradient * (1 / count)
         y = start if found.lower is None else found.lower

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from traceback import clear_frames
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 from torch.overrides import _pop_mode
 
+from ..errors import require_uninterrupted
 from ..hypergradient import Estimate
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
@@ -61,6 +63,8 @@ class Transaction:
 
     def __enter__(self) -> Self:
         own = None if self._generator is None else self._generator.get_state()
+        if get_dynamic_layer_stack_depth() and not _in_transform():
+            _end_layers(0)  # an interrupt has left them on, here or elsewhere
         modes = torch._C._len_torch_function_stack(), get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
         self._before = default_state(self._device), own, modes
         if self.oracle is not None:
@@ -83,6 +87,8 @@ class Transaction:
             self._undo()
             if self.oracle is not None and not self._concluded:
                 self.oracle.session.options.ranks.failed(error)
+        if isinstance(error, RuntimeError):
+            require_uninterrupted(error)
 
     def conclude(self) -> None:
         """Wait for all ranks, and agree on how to evaluate copies of y; if a rank has failed, raise on all."""
@@ -117,12 +123,7 @@ class Transaction:
             _pop_mode()  # type: ignore[no-untyped-call]
         if get_dynamic_layer_stack_depth() > layers:  # vmap's block ends its layers when the last frame releases it
             clear_frames(error.__traceback__)
-        if get_dynamic_layer_stack_depth() > layers:
-            try:
-                pop_dynamic_layer_stack_and_undo_to_depth(layers)
-            except RuntimeError:  # torch 2.11 ends the last level, then looks for another one
-                if get_dynamic_layer_stack_depth() > layers:
-                    raise
+        _end_layers(layers)
         torch.set_grad_enabled(enabled)
 
     def _restore_storages(self) -> None:
@@ -141,6 +142,26 @@ class Transaction:
         if self._generator is not None:
             self._generator.set_state(own)
         set_default_state(self._device, random)
+
+
+def _end_layers(depth: int) -> None:
+    """End all layers of functorch (levels of vmap) above a depth."""
+    if get_dynamic_layer_stack_depth() > depth:
+        try:
+            pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        except RuntimeError:  # torch 2.11 ends the last level, then looks for another one
+            if get_dynamic_layer_stack_depth() > depth:
+                raise
+
+
+def _in_transform() -> bool:
+    """Return True within a call of one of functorch's transforms."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch._functorch."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def make(writes: Sequence[Write]) -> None:

@@ -10,10 +10,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import filters_kept
+from ..errors import filters_kept, require_uninterrupted
 from ..problem.vector import Vector, any_sharded, as_variable
 from .differentiable import has_large_convolutions
 from .evaluation import in_place
+from .hooks import why_one_by_one
 from .point import Point
 from .session import Session
 
@@ -24,6 +25,7 @@ CONVOLUTIONS = (
     "convolutions of this size are faster one by one on a CPU than in a batch, so a loop evaluates them; "
     "nothing needs to change"
 )
+HOOKED = "a lower parameter has a hook, which is called for the gradient of one task at a time"
 Part = TypeVar("Part")
 
 
@@ -38,6 +40,7 @@ def run(
     alone: Callable[[int], Part],
     *,
     possible: bool = True,
+    lanes: bool = True,
     first: Callable[[], None] | None = None,
 ) -> list[Part]:
     """Return the results of n evaluations, in parts.
@@ -51,15 +54,22 @@ def run(
         together: evaluates a slice of them at once.
         alone: evaluates one of them.
         possible: False if these cannot be batched (this time).
+        lanes: whether they are, or contain, evaluations of several tasks.
         first: check of the batched evaluation; raises if it cannot be trusted.
     """
     size = session.options.at_once(n)
-    if size == 1 or not possible or session.found.fallback:
+    if size > 1 and possible:
+        _look(session)
+    if size == 1 or not possible or not session.vmaps(lanes):
+        if size > 1 and session.found.fallback is None and possible:
+            session.looped = session.one_by_one or HOOKED
         return [alone(i) for i in range(n)]
 
     def attempt() -> list[Part]:
         if first is not None:
             first()
+            if _look(session):
+                raise Unsuited(session.one_by_one)
         return [together(part) for part in slices(size, n)]
 
     try:
@@ -67,12 +77,23 @@ def run(
     except Unsuited as error:
         reason = str(error)
     except Exception as error:
+        require_uninterrupted(error)
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         if _passes(attempt):  # then vmap was not the cause
             raise
     results = [alone(i) for i in range(n)]
-    session.found.fallback = reason
+    if session.one_by_one:  # which is asked again in each step
+        session.looped = reason
+    else:
+        session.found.fallback = reason
     return results
+
+
+def _look(session: Session) -> str:
+    """In the first step, look at the modules called so far; return why evaluations cannot run together."""
+    if not session.buffers.complete and not session.one_by_one:
+        session.one_by_one = why_one_by_one(session.buffers.modules)
+    return session.one_by_one
 
 
 def slices(size: int, n: int) -> list[slice]:
@@ -83,7 +104,8 @@ def slices(size: int, n: int) -> list[slice]:
 def _passes(attempt: Callable[[], object]) -> bool:
     try:
         attempt()
-    except Exception:
+    except Exception as error:
+        require_uninterrupted(error)
         return False
     return True
 

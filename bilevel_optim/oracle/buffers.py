@@ -6,19 +6,27 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
+
+from ..distributed.wrappers import require_no_exchange
+from ..problem.objective import Loss, Objective
+from .modules import modules_of
 
 __all__ = ["Buffers", "Kept", "unnoted"]
 
 Note = Callable[[nn.Module, Any], None]
+Before = dict[tuple[nn.Module, str], tuple[Tensor, int]]  # values of buffers, with their versions
+COUNT = "num_batches_tracked"
 
 PATIENCE = 60.0  # seconds that threads wait for each other
 
@@ -27,9 +35,9 @@ class Buffers:
     """The module buffers that an evaluation in training mode changes: running statistics, power iterations.
 
     A closure does not show which modules it calls, and an update need not show in a tensor's version. So in the first
-    step a hook records the modules called and the values of their buffers. Those that changed are known from then on,
-    and so are normalisations in evaluation mode. (Not in every step, because the hook makes compiled modules
-    recompile, and constant buffers can be large.)
+    step, and in that after new losses or groups, a hook records the modules called and the values of their buffers.
+    Those that changed are known from then on, and so are all normalisations that the losses can reach. (Not in every
+    step, because the hook makes compiled modules recompile, and constant buffers can be large.)
     """
 
     def __init__(self, *, complete: bool = False) -> None:
@@ -37,6 +45,38 @@ class Buffers:
         self.complete = complete  # a whole step has been recorded
         self._none = True  # no buffer is known to change
         self._called: dict[bool, weakref.WeakSet[nn.Module]] = {mode: weakref.WeakSet() for mode in (True, False)}
+        self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # known normalisations that nothing has called yet
+        self._losses: dict[Any, Any] = {}  # code of the losses whose modules are known, with their own modules
+        self._last: list[weakref.ref[Any]] = []  # the last losses
+
+    def expect(self, losses: Sequence[Loss | None]) -> None:
+        """If losses are new, record the modules of the next step, and find the normalisations that they can reach."""
+        if len(self._last) == len(losses) and all([ref() is own for ref, own in zip(self._last, losses, strict=True)]):
+            return
+        self._last = [weakref.ref(own) for own in losses if own is not None]
+        for own in losses:
+            for loss in (own.loss, own.features) if isinstance(own, Objective) else (own,):
+                if loss is None:
+                    continue
+                code, held = _identity(loss)
+                if self._losses.get(id(code)) != (code, held):
+                    self._losses[id(code)] = code, held
+                    self.complete = False
+                    for module in modules_of(loss):
+                        self._know(module)
+
+    def record_again(self) -> None:
+        """Record the modules of the next step: it may call others."""
+        self.complete = False
+
+    def _know(self, module: nn.Module) -> None:
+        """Restore the buffers of a module from now on, if it is a normalisation."""
+        if _normalises(module) and module not in self._changing:
+            self._none = False
+            self._changing[module] = {*_buffers(module)}
+            if isinstance(getattr(module, COUNT, None), Tensor):
+                self._idle.add(module)
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all that the first step has called
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         return Buffers, ()  # a copy of an optimizer records its own modules
@@ -45,6 +85,13 @@ class Buffers:
     def constant(self) -> bool:
         """True if no evaluation changes any buffer."""
         return self.complete and self._none
+
+    @property
+    def mode(self) -> int:
+        """Number of the modules with buffers that are in training mode, of those that losses have called."""
+        if not (self._called[True] or self._called[False]):
+            return 0
+        return sum([m.training for modules in self._called.values() for m in modules])
 
     def changing(self) -> list[Tensor]:
         """Return the buffers that evaluations currently change, in a fixed order."""
@@ -80,32 +127,32 @@ class Buffers:
                 raise
 
     @contextmanager
-    def _noted(self) -> Generator[dict[tuple[nn.Module, str], Tensor]]:
+    def _noted(self) -> Generator[Before]:
         """Yield the values of the buffers before the block changes them."""
         if self.complete:
             yield {
-                (module, name): buffer.detach().clone()
+                (module, name): (buffer.detach().clone(), buffer._version)
                 for module, names in self._changing.items()
                 for name in names
-                if self._moves(module) and (buffer := getattr(module, name)) is not None
+                if self._moves(module) and (buffer := getattr(module, name)) is not None and not is_lazy(buffer)
             }
             return
-        before: dict[tuple[nn.Module, str], Tensor] = {}
+        before: Before = {}
         own = threading.get_ident()  # the hook is called in all threads
 
         def note(module: nn.Module, inputs: Any) -> None:
             if torch.compiler.is_dynamo_compiling() or threading.get_ident() != own:
                 return
+            self.modules.add(module)
             for part in module.modules():
+                require_no_exchange(part)
                 if next(part.buffers(recurse=False), None) is not None:
                     self._called[part.training].add(part)
                 if part.training:
                     for name, buffer in part.named_buffers(recurse=False):
-                        if (part, name) not in before:
-                            before[part, name] = buffer.detach().clone()
-                elif _normalises(part):
-                    self._none = False
-                    self._changing.setdefault(part, {*_buffers(part)})
+                        if (part, name) not in before and not is_lazy(buffer):
+                            before[part, name] = buffer.detach().clone(), buffer._version
+                self._know(part)
 
         _expect_hooks()
         with _NOTES.on(note):
@@ -115,18 +162,36 @@ class Buffers:
         """Return True if an evaluation may change a module: it trains, or losses switch its mode."""
         return module.training or (module in self._called[True] and module in self._called[False])
 
-    def _restored(self, before: dict[tuple[nn.Module, str], Tensor]) -> bool:
+    def _restored(self, before: Before) -> bool:
         """Restore recorded values; return True if there were any to restore."""
-        found = False
-        for (module, name), value in before.items():
+        found, idle = False, self._still_idle(before)
+        for (module, name), (value, _) in before.items():
             buffer = getattr(module, name)
             if buffer is not None and (self.complete or not torch.equal(buffer, value)):
                 if not self.complete:
                     self._none = False
                     self._changing.setdefault(module, set()).update(_buffers(module) if _normalises(module) else [name])
-                found = True
+                found = found or module not in idle
                 buffer.data.copy_(value)  # graphs that saved the buffer with this value stay valid
         return found
+
+    def has_moved(self, before: Before) -> bool:
+        """Return True if buffers differ from their values before a block, or may differ."""
+        if not before:
+            return False
+        if self.complete:  # a comparison would wait for the device
+            idle = self._still_idle(before)
+            return any(module not in idle for module, _ in before)
+        return any(
+            (buffer := getattr(module, name)) is not None and not torch.equal(buffer, value)
+            for (module, name), (value, _) in before.items()
+        )
+
+    def _still_idle(self, before: Before) -> set[nn.Module]:
+        """Return the normalisations that nothing has called since either: the versions of their buffers show it."""
+        if self._idle:
+            self._idle -= {m for (m, name), (_, version) in before.items() if getattr(m, name)._version != version}
+        return {*self._idle}
 
 
 class Kept:
@@ -134,17 +199,12 @@ class Kept:
 
     __slots__ = ("_before", "_buffers", "changed")
 
-    def __init__(self, before: dict[tuple[nn.Module, str], Tensor], buffers: Buffers) -> None:
+    def __init__(self, before: Before, buffers: Buffers) -> None:
         self._before, self._buffers, self.changed = before, buffers, False
 
     def moved(self) -> bool:
         """Return True if graphs of the block are not valid after it: they may have saved buffers that it restores."""
-        if self._buffers.complete:  # a comparison would wait for the device
-            return bool(self._before)
-        return any(
-            (buffer := getattr(module, name)) is not None and not torch.equal(buffer, value)
-            for (module, name), value in self._before.items()
-        )
+        return self._buffers.has_moved(self._before)
 
 
 class _Notes:
@@ -224,3 +284,21 @@ def _normalises(module: nn.Module) -> bool:
 
 def _buffers(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_buffers(recurse=False)]
+
+
+def _identity(loss: Any) -> tuple[Any, list[weakref.ref[nn.Module]]]:
+    """Return the code of a loss, and the modules that it holds itself: other ones make it another loss."""
+    function, held = loss, []
+    if isinstance(loss, MethodType):
+        function, held = loss.__func__, [loss.__self__]
+    elif isinstance(loss, partial):
+        function, held = loss.func, [*loss.args, *loss.keywords.values()]
+    if not isinstance(function, FunctionType):
+        return type(function), []
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    held += function.__defaults__ or ()
+    return function.__code__, [weakref.ref(value) for value in held if isinstance(value, nn.Module)]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import NonFiniteError, warn
+from ..errors import NonFiniteError, root_hint, warn
 from ..problem.vector import Vector, any_sharded
 from ..tracing import is_tracing
 
@@ -25,7 +25,12 @@ class Checks:
     """Checks of one step: for finite values, and for reasons to warn.
 
     ``finite`` and ``alert`` only queue; ``verify`` reads everything at once.
+
+    Attributes:
+        roots: operations of a loss, as users call them, that have no finite derivative of some order at zero.
     """
+
+    roots: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.clear()
@@ -116,7 +121,7 @@ class Checks:
         """Raise for the first oracle that returned a non-finite entry."""
         for oracle, hint, vector in self._finite:
             if not bool(Vector(vector).max_abs().isfinite()):
-                raise NonFiniteError(oracle, step, hint)
+                raise NonFiniteError(oracle, step, root_hint(oracle, self.roots, hint))
         for oracle, hint, value in self._scalars:
             if not bool(value.isfinite()):
                 raise NonFiniteError(oracle, step, hint)

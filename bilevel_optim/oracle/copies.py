@@ -19,6 +19,7 @@ from ..pytree import tree_leaves, tree_map
 from . import batched
 from .differentiable import products_of
 from .first_order import none_to_zeros
+from .hooks import on_copies
 from .oracle import Oracle
 from .substitution import Substitution
 
@@ -98,6 +99,7 @@ class Copies:
         for level, samples, _ in terms:
             if level == "lower":  # all of it, not its last part
                 oracle.session.lower_sample = samples if isinstance(samples, Sample) else samples[-1]
+            oracle.session.note_use(level, oracle, samples if isinstance(samples, Sample) else samples[0])
         *means, total = oracle.averaged(*[_mean(found) for found in values], _sum(gradients))
         return means, total
 
@@ -125,9 +127,10 @@ class Copies:
             together,
             alone,
             possible=not self.oracle.sharded and all([_can_be_stacked(samples) for _, samples, _ in terms]),
+            lanes=self.oracle.lanes is not None,
             first=partial(self._require_redirection, terms) if new else None,
         )
-        if new and n > 1 and session.found.fallback is None and session.options.at_once(n) > 1:
+        if new and n > 1 and session.vmaps(self.oracle.lanes is not None) and session.options.at_once(n) > 1:
             session.found.vmapped |= new
         return parts
 
@@ -283,7 +286,10 @@ class Copies:
             return none_to_zeros(gradients, x)
         gradients = oracle.differentiate(total, y if session.found.reaches_upper else (*y, *x))
         self._note_reached(levels, gradients, y)
-        return none_to_zeros(gradients[: len(y)], y)
+        found = none_to_zeros(gradients[: len(y)], y)
+        if session.hooked and y[0] is not oracle.live_y[0]:
+            return Vector(on_copies(oracle.live_y, found))
+        return found
 
     def _note_reached(self, levels: Sequence[str], gradients: Sequence[Tensor | None], y: Vector) -> None:
         """Note which tensors of y, and of x if their gradients follow, the losses depend on; g must depend on y."""

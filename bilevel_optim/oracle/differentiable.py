@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ..tracing import is_tracing
 
 __all__ = [
+    "UnchunkedCrossEntropy",
+    "custom_operations",
     "has_fused",
+    "has_jumps",
     "has_kinks",
     "has_large_convolutions",
     "plain_weight_norm",
     "products_of",
+    "require_constant_weights",
+    "roots_in",
     "twice_differentiable",
     "working_unit",
 ]
@@ -35,6 +42,18 @@ class _PlainWeightNorm(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class UnchunkedCrossEntropy(TorchFunctionMode):
+    """The loss ``F.linear_cross_entropy`` without its options: in chunks it has no second derivative, silently."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "linear_cross_entropy":
+            kwargs = {name: value for name, value in kwargs.items() if name != "options"}
+        return func(*args, **kwargs)
+
+
 def plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Compute weight normalisation in plain operations."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
@@ -48,6 +67,23 @@ def has_fused(loss: Tensor) -> bool:
 def has_kinks(loss: Tensor) -> bool:
     """Return True if a loss's graph contains activations such as ReLU, at whose kinks differences of gradients fail."""
     return _has(loss, _KINKED)
+
+
+def roots_in(loss: Tensor) -> tuple[str, ...]:
+    """Return the operations in a loss's graph, as users call them, without a finite second derivative at zero."""
+    names = {node.name() for node in _nodes(loss)}
+    return tuple(call for call, start in _ROOTS.items() if any(name.startswith(start) for name in names))
+
+
+def has_jumps(loss: Tensor) -> bool:
+    """Return True if a loss's graph contains other operations whose derivative may jump, such as abs, max and sort."""
+    return _has(loss, _JUMPING)
+
+
+def custom_operations(loss: Tensor) -> list[str]:
+    """Return the names of the operations in a loss's graph whose derivatives are Python functions, not torch's own."""
+    found = {node.name() for node in _nodes(loss) if issubclass(type(node), BackwardCFunction)}
+    return sorted(name.removeprefix("GeneratedBackwardFor_").removesuffix("Backward") for name in found)
 
 
 def has_large_convolutions(loss: Tensor, large: int) -> bool:
@@ -100,6 +136,13 @@ _PRODUCTS = {
 }
 
 _KINKED = ("Relu", "LeakyRelu", "Prelu", "Rrelu", "Hardtanh", "Hardswish", "Threshold", "MaxPool", "AdaptiveMaxPool")
+_ROOTS = {"norm": ("Norm", "LinalgVectorNorm"), "sqrt": ("Sqrt",)}
+_JUMPING = (
+    "Abs", "Amax", "Amin", "Aminmax", "Ceil", "Clamp", "Cummax", "Cummin", "Floor", "Fmod", "FractionalMaxPool", "Frac",
+    "GridSampler", "HingeEmbedding", "Kthvalue", "L1Loss", "Max", "Maximum", "Median", "Min", "Minimum",
+    "MultiMargin", "MultilabelMargin", "Remainder", "Round", "Sgn", "Sign", "Softshrink", "Hardshrink", "Sort", "Topk",
+    "Trunc", "Where",
+)  # fmt: skip
 _FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
 
 
@@ -131,6 +174,23 @@ class twice_differentiable:
                     "first-order method (F2SA) needs no second derivatives. torch said: "
                     f"{str(error).splitlines()[0]}"
                 ) from error
+
+
+def require_constant_weights(error: RuntimeError) -> None:
+    """Explain torch's refusal to differentiate a loss in its ``weight=`` or ``pos_weight=``."""
+    refused = re.search(r"'(\w+)' is not differentiable with respect to argument '(\w*weight)'", str(error))
+    if refused is None:
+        return
+    function, argument = refused.groups()
+    instead = (
+        "-(pos_weight * target * F.logsigmoid(z) + (1 - target) * F.logsigmoid(-z)).mean()"
+        if argument == "pos_weight"
+        else "(weight[target] * F.cross_entropy(z, target, reduction='none')).mean(), or .sum() / weight[target].sum()"
+    )
+    raise RuntimeError(
+        f"a loss passes a parameter as {argument}= of an operation that torch cannot differentiate in it ({function}). "
+        f"Multiply the unreduced loss by the weights: {instead}"
+    ) from error
 
 
 def _reason(text: str) -> str | None:

@@ -36,6 +36,7 @@ class FeatureCut:
         self.usable = not oracle.sharded and (not oracle.shared or oracle.session.options.ranks.world == 1)
         if not self.usable:
             return
+        oracle.session.note_use("lower", oracle, sample)
         with oracle.session.buffers_kept(), oracle.placed() as (self._x, _):
             values, structure = tree_flatten(oracle.call(sample.features))
         smooth = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]

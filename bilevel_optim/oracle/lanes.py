@@ -23,6 +23,7 @@ from ..problem.vector import Vector, as_variable
 from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from . import batched
 from .first_order import none_to_zeros
+from .hooks import on_lanes
 from .oracle import Oracle
 from .session import as_scalar
 from .substitution import Substitution
@@ -109,6 +110,7 @@ def weighted_upper(
     assert isinstance(losses, LaneLoss)
     each = Sample(losses.values, sample.arguments)
     each.features = sample.features
+    session.note_use("upper", oracle, sample)
     with session.buffers_kept(), oracle.placed() as (x, y):
         part = () if each.features is None else (oracle.call(each.features),)
         values = session.dependent("upper", oracle.call(each, *part), y, x)
@@ -189,11 +191,13 @@ class LaneLoss:
                 self._require_redirection(batch)
             parts = _each(self.oracle, self.level, self._at, batch, lanes, len(lanes[0]), shared_rng=self.shared_rng)
         new = self._key not in session.found.vmapped
-        if new and session.found.fallback is None and session.options.at_once(len(lanes[0])) > 1:
+        if new and session.vmaps(True) and session.options.at_once(len(lanes[0])) > 1:
             session.found.vmapped |= {self._key}
         return torch.cat(parts)
 
     def _at(self, batch: Any, *values: Tensor) -> Tensor:
+        if self.oracle.session.hooked:
+            values = (*on_lanes(self.live, values),)
         with Substitution(self.live, values):
             try:
                 loss = self.loss(batch)

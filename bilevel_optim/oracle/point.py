@@ -12,6 +12,7 @@ from torch import Tensor
 from ..problem.objective import Objective, Sample, batch_kept, note_batch, require_placed
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_leaves
+from .differentiable import require_constant_weights
 from .session import Session, as_scalar
 
 __all__ = ["Point"]
@@ -115,6 +116,7 @@ class Point:
         loss = self.value(level, sample, features=features) if known else self._first_value(level, sample, features)
         if level == "lower":
             self.session.lower_sample = sample
+        self.session.note_use(level, self, sample)
         if known and loss.requires_grad:
             return loss
         # With constant features, the graph does not show every dependence on x.
@@ -144,7 +146,7 @@ class Point:
         else:
             part = self.call(sample.features, graph=graph) if features is None else features
             loss = self.call(sample, part, graph=graph)
-        if isinstance(loss, Tensor) and loss.dim() == 0:
+        if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex():
             return loss
         return as_scalar(level, loss, self.session.called(level))
 
@@ -167,6 +169,7 @@ class Point:
         except Exception as error:
             if isinstance(error, RuntimeError):
                 require_placed(sample, self.device, error)
+                require_constant_weights(error)
             note_batch(sample, error)
             raise
 

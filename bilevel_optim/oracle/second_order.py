@@ -14,7 +14,7 @@ from ..problem.objective import Sample
 from ..problem.profiling import span
 from ..problem.vector import Vector, stack
 from . import batched
-from .differentiable import has_fused, has_kinks, products_of, twice_differentiable, working_unit
+from .differentiable import has_fused, has_kinks, products_of, roots_in, twice_differentiable, working_unit
 from .first_order import none_to_zeros, slopes
 from .point import Point
 
@@ -150,6 +150,9 @@ def _graph(
             found.fused = has_fused(loss)
             if found.fused:
                 return _graph(oracle, level, sample, x, y, variables)
+            found.roots = roots_in(loss) or found.roots
+        if found.roots:
+            oracle.checks.roots = found.roots
         if oracle.sharded:
             variables = oracle.session.gathered.full(variables)
         gradients = oracle.differentiate(loss, variables, graph=True)

@@ -63,6 +63,7 @@ class LossFacts:
     """Facts about the losses, found by the first evaluations and not checked again."""
 
     fused: bool | None = None  # a loss contains fused operations that cannot be differentiated twice
+    roots: tuple[str, ...] = ()  # operations of the lower loss without a finite second derivative at zero
     kinked: bool | None = None  # the lower loss contains activations whose derivative jumps
     products: frozenset[str] | None = None  # products in the lower loss whose precision torch can lower
     fallback: str | None = None  # why the loop runs although vmap was requested
@@ -74,11 +75,15 @@ class LossFacts:
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
     dependency_checked: frozenset[str] = frozenset()  # levels whose dependencies are known
+    derivatives: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)  # checked losses: what is open, their code
     ignores_other_level: frozenset[str] = frozenset()  # levels whose loss depends on no parameter of the other one
 
     def diagnostics(self) -> dict[str, str]:
         """Return the facts that the diagnostics of a step report."""
-        return {} if self.fallback is None else {"vectorize_fallback": self.fallback}
+        found = {} if self.fallback is None else {"vectorize_fallback": self.fallback}
+        if self.derivatives and (opened := "; ".join(sorted({text for text, *_ in self.derivatives.values() if text}))):
+            found["derivatives"] = opened
+        return found
 
 
 @dataclass
@@ -152,8 +157,13 @@ class Session:
         trend: trend of lower solves; also a copy.
         buffers_skipped: whether some module would have updated buffers.
         lower_sample: the last sample that g was evaluated on.
+        used: for each loss the point and the sample of its first derivative; None: not noted.
         depends_on_something: levels whose loss was seen to depend on something in this step.
         never_reached: indices of the lower tensors that no evaluation of the lower loss has reached in this step.
+        doors: ways by which y depends on x besides the lower loss, see `doors`.
+        one_by_one: why copies and lanes cannot run together in this step; empty if they can.
+        hooked: some lower parameter has a hook.
+        looped: why they ran in a loop, if that is not among the facts.
     """
 
     options: EvaluationOptions = field(default_factory=EvaluationOptions)
@@ -163,10 +173,19 @@ class Session:
     checks: Checks = field(default_factory=Checks)
     buffers_skipped: bool = False
     lower_sample: Sample | None = None
+    used: dict[str, tuple[Any, Sample]] | None = None
     depends_on_something: set[str] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
     trend: LowerTrend = field(default_factory=LowerTrend)
     never_reached: set[int] | None = None
+    doors: frozenset[str] = frozenset()
+    one_by_one: str = ""
+    hooked: bool = False
+    looped: str = ""
+
+    def vmaps(self, lanes: bool) -> bool:
+        """Return True if evaluations may run together; ``lanes`` if these are, or contain, those of several tasks."""
+        return self.found.fallback is None and not self.one_by_one and not (self.hooked and lanes)
 
     @cached_property
     def gathered(self) -> Gathered:
@@ -184,6 +203,11 @@ class Session:
     ) -> Session:
         """Return the session of a new step."""
         return cls(options, replace(found), buffers, warned=set(warned), trend=replace(trend or LowerTrend()))
+
+    def note_use(self, level: str, point: Any, sample: Sample) -> None:
+        """Note the first point and sample at which a step takes a derivative of a loss, if these are asked for."""
+        if self.used is not None:
+            self.used.setdefault(level, (point, sample))
 
     def buffers_kept(self) -> AbstractContextManager[Kept]:
         """Restore module buffers (running statistics) after the block, which evaluates one loss once."""
@@ -275,7 +299,7 @@ class Session:
             )
         for level in self.found.ignores_other_level and self.found.ignores_other_level - self.warned:
             other = "lower" if level == "upper" else "upper"
-            if level == "upper" or self.options.responds:
+            if level == "upper" or (self.options.responds and not self.doors):
                 warn(
                     f"the {level} loss depends on no {other} parameter, so that the hypergradient has no indirect "
                     "term; check that the two losses, or the upper and the lower parameters, are not swapped"
@@ -327,6 +351,11 @@ def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
         raise ValueError(
             f"the {called} must return a scalar tensor, but returned {found}; return loss.mean() or loss.sum(), "
             "without .item()"
+        )
+    if loss.is_complex():
+        raise ValueError(
+            f"the {called or f'{level} loss'} is complex, but only real numbers can be minimised; return a real "
+            "number, such as loss.abs() or loss.real"
         )
     return loss if loss.dim() == 0 else loss.reshape(())
 

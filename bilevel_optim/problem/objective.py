@@ -51,7 +51,8 @@ class Objective:
 
     Args:
         loss: callable that returns a scalar tensor. It reads the live parameters, and must not call ``backward``.
-        data: any iterable that can be iterated more than once: a ``DataLoader``, a list of batches. Default: none.
+        data: any iterable that can be iterated more than once: a ``DataLoader``, a list of batches, but no iterator.
+            Default: none.
         features: the part of the loss that does not depend on the lower parameters, a callable with the arguments that
             the loss would have. The loss is then called with its result alone: ``loss(features(batch))``. For
             derivatives in y alone, methods evaluate it without a graph, and once for all steps at one x on one batch:
@@ -67,8 +68,8 @@ class Objective:
             with ``pin_memory=True``). Default: False.
 
     Raises:
-        ValueError: if ``features`` depends on a lower parameter; at the first draw, if ``data`` is empty or can be
-            iterated only once and is exhausted.
+        ValueError: if ``data`` is an iterator, such as a generator; if ``features`` depends on a lower parameter; at
+            the first draw, if ``data`` is empty.
 
     Example:
         >>> import torch
@@ -102,6 +103,12 @@ class Objective:
         if data is not None and not isinstance(data, Iterable):
             raise TypeError(
                 f"data must be iterable, but got {type(data).__name__}; pass a DataLoader or a list such as [batch]"
+            )
+        if isinstance(data, Iterator):
+            raise ValueError(
+                f"the data of an Objective are an iterator (a {type(data).__name__}), which cannot go back to a batch "
+                "after a failed step or a check, and would skip many; pass a DataLoader or a list, which repeat by "
+                "themselves (without itertools.cycle), or an object whose __iter__ makes a new iterator"
             )
         self.device, self.non_blocking = None if device is None else torch.device(device), non_blocking
         self.loss, self.data, self.features, self.accumulate = loss, data, features, accumulate
@@ -209,6 +216,17 @@ class Objective:
         """Return an objective whose loss is ``wrap`` of this one's, on samples of the same stream."""
         return _Wrapped(self, wrap)
 
+    @property
+    def code(self) -> Any:
+        """Code of the loss, which stays the same if an equal function is made at each step; else its type."""
+        loss: Any = self.loss
+        while not hasattr(loss, "__code__"):
+            inner = getattr(loss, "func", None) or getattr(loss, "loss", None)
+            if inner is None:
+                return type(loss)
+            loss = inner
+        return loss.__code__
+
     def begin(self) -> None:
         """Begin an outer step: drop cached features, also for the same batch."""
         self._features = None
@@ -230,8 +248,14 @@ class Objective:
     def _rest(self, most: int) -> list[Any]:
         """Return at most ``most`` further batches of the current pass."""
         self._continue()
-        found = [] if self._iterator is None else [*islice(self._iterator, most)]
-        self._position += len(found)
+        if self._iterator is None:
+            return []
+        try:
+            found = [*islice(self._iterator, most)]
+            self._position += len(found)
+        except BaseException:
+            self._iterator = None  # as in `_next`
+            raise
         return found
 
     def _next(self) -> Any:
@@ -248,11 +272,15 @@ class Objective:
                     }
                 self._iterator = iter(self.data)
                 self._passes += 1
-            for batch in self._iterator:
-                if not self._position:
-                    self._pass = _pass_of(self.data)
-                self._position += 1
-                return batch if self._lasting else self._kept(batch)
+            try:
+                for batch in self._iterator:
+                    if not self._position:
+                        self._pass = _pass_of(self.data)
+                    self._position += 1
+                    return batch if self._lasting else self._kept(batch)
+            except BaseException:
+                self._iterator = None  # it may have moved: another one begins at the position
+                raise
             self._iterator, self._position = None, 0
         raise ValueError(NO_BATCH.format(type(self.data).__name__))
 
@@ -337,15 +365,21 @@ class Objective:
                 data._iterator = None  # new workers draw a seed, existing ones do not
             elif data._iterator is None:
                 iter(data)
-        if position:
-            if "default" in start:
-                torch.set_rng_state(start["default"].cpu())
-                set_states(self._own(), start["own"])
-            for _ in range(position):
-                self._next()
-        self._passes = passes
-        set_states(self._own(), present)
-        torch.set_rng_state(default)
+        try:
+            if position:
+                if "default" in start:
+                    torch.set_rng_state(start["default"].cpu())
+                    set_states(self._own(), start["own"])
+                for _ in range(position):
+                    self._next()
+        except BaseException:
+            kept = {name: start[name] for name in ("new", "default", "own") if name in start}
+            self._iterator, self._position, self._start = None, position, kept  # the next draw tries again
+            raise
+        finally:
+            self._passes = passes
+            set_states(self._own(), present)
+            torch.set_rng_state(default)
 
     def mark(self) -> tuple[Any, ...]:
         """Return the current position, for `rewind`; costs next to nothing."""
@@ -365,9 +399,7 @@ class Objective:
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterators cannot be copied: a copy continues at its position, as after loading a state.
-        own = {**self.__dict__, "_features": None, "_last": None, "_generators": None, "_pass": None}
-        if self._iterator is not self.data:
-            own["_iterator"] = None
+        own = {**self.__dict__, "_features": None, "_last": None, "_generators": None, "_pass": None, "_iterator": None}
         if getattr(self.data, "persistent_workers", False):
             own["data"] = _twin(self.data)
         return own
@@ -592,10 +624,16 @@ def _replayed(device: torch.device, state: RandomState) -> Generator[None]:
 
 def require_fit(loss: Callable[..., Any], arguments: Sequence[Any], error: TypeError) -> None:
     """After a failed call, raise an error that says what to do if the loss does not take these arguments."""
+    called = loss.forward if isinstance(loss, torch.nn.Module) else loss
     try:
-        inspect.signature(loss).bind(*arguments)
+        inspect.signature(called).bind(*arguments)
     except TypeError:
         name = getattr(loss, "__name__", type(loss).__name__)
+        if isinstance(loss, torch.nn.Module):
+            raise TypeError(
+                f"the loss is the module {name}, which needs other arguments ({error}); write a function that calls "
+                f"it, such as def loss({'batch' if arguments else ''}): return criterion(model(inputs), targets)"
+            ) from error
         if arguments:
             several = ". Write def loss(batch): ...; without data and tasks the loss is called without arguments"
             if len([p for p in inspect.signature(loss).parameters.values() if p.default is p.empty]) > 1:
@@ -681,7 +719,7 @@ def _name_of(sample: Sample) -> str:
 
 NO_BATCH = (
     "the data of an Objective contain no batch: the {} is empty, or can be iterated only once and is exhausted; pass a "
-    "DataLoader or a list with at least one batch, not a generator"
+    "DataLoader or a list with at least one batch"
 )
 MIXED = ("same device", "two devices", "Input type")  # in torch's messages about tensors on several devices
 

@@ -9,8 +9,9 @@ from typing import Any, Never, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from .vector import is_sharded
+from .overlaps import overlapping, overlaps_itself
 
 __all__ = [
     "LEVELS",
@@ -37,6 +38,7 @@ __all__ = [
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 LEVELS = ("upper", "lower")
+COMPUTES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # types of parameters
 OF_SGD = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")  # options of torch.optim.SGD besides lr
 
 
@@ -185,10 +187,21 @@ def require_rates(groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def require_usable(group: Mapping[str, Any]) -> None:
-    """Raise ValueError if a parameter of a group is not a leaf, is complex, is expanded, or is of inference mode."""
+    """Raise ValueError if a parameter of a group is not a dense, real leaf tensor of its own memory."""
     for name, p in _named(group):
         if not isinstance(p, Tensor):
             continue  # torch reports it
+        if is_lazy(p):
+            raise ValueError(
+                f"{group['level']} parameter {name!r} is not initialised, because its lazy module has not been called "
+                "yet; call the module on one batch before you create the optimizer"
+            )
+        if p.layout != torch.strided or p.is_nested or p.is_quantized:
+            kind = "nested" if p.is_nested else "quantised" if p.is_quantized else p.layout
+            raise ValueError(
+                f"{group['level']} parameter {name!r} is not a dense tensor ({kind}), and only dense ones can be "
+                "optimised; pass a dense tensor, such as the values of a sparse one, and convert it in the losses"
+            )
         called = f"{group['level']} parameter {name!r} of shape {tuple(p.shape)}"
         if not p.is_leaf and not p.retains_grad:
             raise ValueError(
@@ -205,10 +218,15 @@ def require_usable(group: Mapping[str, Any]) -> None:
                 f"{called} is complex, but only real tensors can be optimised; pass real = "
                 "torch.view_as_real(t.detach()).requires_grad_(), and use torch.view_as_complex(real) in the losses"
             )
-        if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+        if p.requires_grad and p.dtype not in COMPUTES:
+            raise ValueError(
+                f"{called} has the type {p.dtype}, in which torch cannot compute; pass a tensor of type float32 or "
+                "bfloat16, and convert it in the losses"
+            )
+        if overlaps_itself(p):
             raise ValueError(
                 f"{called} is expanded: several of its entries share one place in memory, so they cannot be updated "
-                "separately; pass the tensor before expand(), or t.detach().contiguous().requires_grad_()"
+                "separately; pass the tensor before expand() or unfold(), or t.detach().contiguous().requires_grad_()"
             )
 
 
@@ -224,7 +242,7 @@ def require_gradients() -> None:
 def require_apart(groups: Sequence[Mapping[str, Any]], known: int = 0) -> None:
     """Raise ValueError if two parameters share memory, unless both belong to the first ``known`` groups."""
     entries = [(i, *entry) for i, group in enumerate(groups) for entry in _named(group)]
-    for number in _overlapping([p for *_, p in entries]):
+    for number in overlapping([p for *_, p in entries]):
         i, name, p = entries[number]
         if i >= known:
             raise ValueError(
@@ -238,28 +256,6 @@ def _named(group: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
     names = group.get("param_names", range(len(params)))
     return [p if isinstance(p, tuple) else (name, p) for name, p in zip(names, params, strict=True)]
-
-
-def _overlapping(tensors: Sequence[Tensor]) -> list[int]:
-    """Return, in order, the indices of contiguous tensors that share entries with one of a lower index."""
-    first: dict[int, int] = {}
-    for i, t in enumerate(tensors):
-        first.setdefault(id(t), i)  # torch refuses duplicates
-    spans = [(*span, i) for i in first.values() if (span := _span(tensors[i]))]
-    found, last = [], ("", 0, 0, 0)  # the span so far with the largest end
-    for device, start, end, i in sorted(spans):
-        if device == last[0] and start < last[2]:
-            found.append(max(i, last[3]))
-        if device != last[0] or end > last[2]:
-            last = device, start, end, i
-    return sorted(found)
-
-
-def _span(t: Tensor) -> tuple[str, int, int] | None:
-    """Return device, start and end address of a tensor; None if its entries are not one piece of memory."""
-    if not isinstance(t, Tensor) or is_sharded(t) or not t.is_contiguous() or not (t.numel() and t.data_ptr()):
-        return None
-    return str(t.device), t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()
 
 
 def level_groups(groups: Iterable[dict[str, Any]], level: str) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ __all__ = [
     "draw_seed",
     "generators_of",
     "hashed",
+    "numbers_kept",
     "preserve_rng",
     "require_replayable",
     "set_default_state",
@@ -113,6 +115,20 @@ def preserve_rng(device: torch.device) -> Generator[None]:
         yield
     finally:
         set_default_state(device, state)
+
+
+@contextmanager
+def numbers_kept(device: torch.device) -> Generator[None]:
+    """Restore torch's, Python's and NumPy's random states after the block."""
+    numpy = sys.modules.get("numpy")
+    pythons, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with preserve_rng(device):
+            yield
+    finally:
+        random.setstate(pythons)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
 
 
 RandomState = tuple[Tensor, ...]  # of the host, and of a device with a random state of its own

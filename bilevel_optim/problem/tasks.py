@@ -378,7 +378,7 @@ def starting_points(y: Vector, names: Sequence[str], tasks: Any, count: int, low
 
 def fresh_start(y: Vector, names: Sequence[str], lower_init: LowerInit) -> Vector:
     """Return the user's starting point of a lower solve without tasks."""
-    return _as_start(lower_init(), y, names, ())
+    return _as_start(lower_init(), y, names, ()).clone()  # it may return the live tensors in another order
 
 
 def _as_start(given: Any, y: Vector, names: Sequence[str], leading: tuple[int, ...]) -> Vector:
@@ -393,4 +393,4 @@ def _as_start(given: Any, y: Vector, names: Sequence[str], leading: tuple[int, .
                 f"lower_init must return a tensor of shape {(*leading, *t.shape)} for lower parameter {name}, but "
                 f"returned one of shape {tuple(value.shape)}"
             )
-    return Vector(value.detach().to(t) for value, t in zip(values, y, strict=True))
+    return Vector(value.to(t) for value, t in zip(values, y, strict=True))  # with its graph, if it has one

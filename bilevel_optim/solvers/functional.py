@@ -45,9 +45,9 @@ def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tens
     results are torch's bit for bit.
     """
     direction = -gradient if group["maximize"] else gradient
-    if group["weight_decay"]:
+    if isinstance(group["weight_decay"], Tensor) or group["weight_decay"]:
         direction = _plus(direction, y, group["weight_decay"])
-    if group["momentum"]:
+    if isinstance(group["momentum"], Tensor) or group["momentum"]:
         buffer = memory.get("momentum_buffer")
         kept = 1 - group["dampening"]
         buffer = direction if buffer is None else _plus(group["momentum"] * buffer, direction, kept)
@@ -69,14 +69,24 @@ def can_be_unrolled(optimizer: Optimizer) -> bool:
     return "differentiable" in optimizer.defaults
 
 
-def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -> tuple[list[Tensor], Memory]:
-    """Apply the optimizer's update as a function that can be differentiated."""
+def updated(
+    optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector, *, differentiated: bool = False
+) -> tuple[list[Tensor], Memory]:
+    r"""Apply the optimizer's update as a function that can be differentiated.
+
+    Adam and its like divide by :math:`\sqrt v + \epsilon`, where v is a mean of squares of the gradients. Where all
+    gradients are 0, so is v, and the derivative of torch's root is infinite. That of the update is not: its numerator m
+    is 0 too, and :math:`m / (\sqrt v + \epsilon) = m / \epsilon + O(|g|^2)`. So the derivative of the root counts as 0
+    there.
+
+    With ``differentiated`` the caller needs the derivative, and not the state's last bits.
+    """
     groups = [group for group in optimizer.param_groups for _ in group["params"]]
     if getattr(optimizer, "kind", type(optimizer)) is SGD:
         pairs = [sgd(*one) for one in zip(groups, y, memory, gradient, strict=True)]
         return [value for value, _ in pairs], [state for _, state in pairs]
     if is_tracing():
-        return _adam(optimizer, groups, y, memory, gradient)
+        return _adam(optimizer, groups, y, memory, gradient, differentiated)
     if not can_be_unrolled(optimizer):
         raise NotImplementedError(f"{type(optimizer).__name__} has no differentiable form, so it cannot be unrolled")
     twin = copy.copy(optimizer)
@@ -97,7 +107,7 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
             twin.state[value] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
             _recount(twin.state[value], torch.float64)
     counting = None if all(memory) else _Counting()
-    with counting or nullcontext():
+    with counting or nullcontext(), _FlatRoots() if differentiated else nullcontext():
         twin.step()
     for value, state in zip(values, memory, strict=True):
         count = state.get(COUNT)
@@ -108,7 +118,9 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
     return values, [twin.state[value] for value in values]
 
 
-def _adam(optimizer: Any, groups: Any, y: Vector, memory: Memory, gradient: Vector) -> tuple[list[Tensor], Memory]:
+def _adam(
+    optimizer: Any, groups: Any, y: Vector, memory: Memory, gradient: Vector, differentiated: bool
+) -> tuple[list[Tensor], Memory]:
     """Apply the update of Adam or AdamW by torch's own function; step counts are in double, as Python's numbers."""
     if optimizer.kind not in (torch.optim.Adam, torch.optim.AdamW):
         raise NotImplementedError(f"{optimizer.kind.__name__} has no differentiable form, so it cannot be traced")
@@ -116,10 +128,11 @@ def _adam(optimizer: Any, groups: Any, y: Vector, memory: Memory, gradient: Vect
     for group, value, state, slope in zip(groups, y, memory, gradient, strict=True):
         has_state = len(state) > 0
         count = state[COUNT].to(torch.float64) if has_state else torch.zeros((), dtype=torch.float64)
-        first, second = (state[n].clone() if has_state else torch.zeros_like(value) for n in ("exp_avg", "exp_avg_sq"))
-        largest = (
-            [state["max_exp_avg_sq"].clone() if has_state else torch.zeros_like(value)] if group["amsgrad"] else []
-        )
+        zero = 0 * slope if differentiated else torch.zeros_like(value)  # Dynamo asks before the sums whether they vary
+        first, second = (state[n].clone() if has_state else zero.clone() for n in ("exp_avg", "exp_avg_sq"))
+        if differentiated:  # in a trace no mode: a root far below epsilon, whose derivative is finite
+            second = second.clamp_min(torch.finfo(second.dtype).tiny)
+        largest = [state["max_exp_avg_sq"].clone() if has_state else zero.clone()] if group["amsgrad"] else []
         new, step, rate = value.clone(), count.clone(), group["lr"]
         adam(
             [new], [slope], [first], [second], largest, [step], foreach=False, capturable=False, differentiable=False,
@@ -162,3 +175,16 @@ class _Counting(TorchFunctionMode):
         if func is torch.tensor and kwargs.get("dtype") is KIND and args == (0.0,):
             self.widened, kwargs = True, {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
+
+
+class _FlatRoots(TorchFunctionMode):
+    """Square roots have derivative 0 at 0, where torch's is infinite."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ROOTS:
+            is_zero = args[0] == 0
+            return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, args[0]).sqrt())
+        return func(*args, **(kwargs or {}))
+
+
+_ROOTS = (torch.sqrt, Tensor.sqrt, Tensor.sqrt_)  # torch's optimizers only use what they return

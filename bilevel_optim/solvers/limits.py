@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +33,14 @@ class Limits:
         clip: ``("norm", c)``: gradients of norm above c, over all of y, are scaled to c; ``("value", c)``: every entry
             is limited to [-c, c].
         projection: takes the values of the lower tensors as a list, and returns their projections.
+        at: context in which the i-th of n copies is projected, for a projection that reads the x of each. None: none.
         interior: whether the method takes y for a stationary point, so that the projection must not decide where y is.
     """
 
     clip: tuple[str, float] | None = None
     projection: Projection | None = None
     interior: bool = False
+    at: Callable[[int], AbstractContextManager[Any]] | None = None
 
     def __bool__(self) -> bool:
         return self.clip is not None or self.projection is not None
@@ -62,7 +65,10 @@ class Limits:
         if not lead:
             return self._one(y)
         lanes = Vector(t.flatten(0, lead - 1) for t in y)
-        ends = [self._one(lanes.lane(i)) for i in range(len(lanes[0]))]
+        ends, of_each = [], len(lanes[0]) // len(y[0])
+        for i in range(len(lanes[0])):
+            with nullcontext() if self.at is None else self.at(i // of_each):
+                ends.append(self._one(lanes.lane(i)))
         return Vector(torch.stack(parts).reshape(t.shape) for parts, t in zip(zip(*ends, strict=True), y, strict=True))
 
     def _one(self, y: Vector) -> Vector:
@@ -81,7 +87,7 @@ class Limits:
                 "torch.no_grad in it); write it in differentiable operations, or use a method that does not "
                 "differentiate the lower steps, such as F2SA or PZOBO"
             )
-        return Vector(given)
+        return Vector(given) if any(t.requires_grad for t in y) else Vector(given).detach()  # it may read x
 
 
 def changes(before: Vector, after: Vector) -> Tensor:

@@ -24,7 +24,8 @@ __all__ = ["LinearSolution", "cg", "direct", "fixed_point", "minres", "neumann",
 
 Product = Callable[[Vector], Vector]
 ORDINARY = (1e-4, 1e4)  # norms whose squares float32 can hold, also after the solve has reduced them
-GROWTH = 100  # of the squared residual: a solve whose residual has grown tenfold has failed
+GROWTH = 100  # of the squared residual: a v whose residual is ten times the right-hand side is worse than zero
+UNSOLVED = 3e-3  # relative residual from which a system that should be solved is not
 
 
 class LinearSolution(NamedTuple):
@@ -32,14 +33,20 @@ class LinearSolution(NamedTuple):
 
     Attributes:
         solution: v.
-        residual: norm of b - H v, a scalar tensor. `cg` and `minres` have it from their recursions; `fixed_point` and
-            `neumann` report it as it was before the last iteration (a later one would cost one more product).
+        residual: norm of b - H v, a scalar tensor. `cg` and `minres` have it from their recursions, which do not see
+            rounding errors; `fixed_point` and `neumann` report it as it was before the last iteration. The true one
+            costs one more product: see `evaluated`.
         iterations: iterations that changed v, a scalar integer tensor.
-        indefinite: whether a direction p with p'Hp <= 0 was met (CG only), a scalar boolean tensor.
+        indefinite: whether a direction p with p'Hp <= 0 was met before the system was solved (CG only), a scalar
+            boolean tensor. Curvature that is rounding counts as zero.
         relative: the residual relative to the norm of b, a scalar tensor. None: not known.
         diverged: whether the residual has grown by half, to more than b, or at all and to ten times b, a scalar
-            boolean tensor. For CG, whose residual may grow on its way: whether it had grown tenfold, to more than b,
-            so that v is an earlier iterate. None: not known.
+            boolean tensor. For CG, whose residual may grow on its way: whether it ended above ten times b, or grew
+            more than a positive definite H can explain, so that v is an earlier iterate. For `direct`: whether H is
+            singular up to rounding errors. None: not known.
+        condition: a lower bound of the condition number of H, a scalar tensor (infinite without iterations). None: not
+            known.
+        damping: the multiple of the identity that was added to H.
     """
 
     solution: Vector
@@ -48,6 +55,21 @@ class LinearSolution(NamedTuple):
     indefinite: Tensor
     relative: Tensor | None = None
     diverged: Tensor | None = None
+    condition: Tensor | None = None
+    damping: float = 0.0
+
+    def evaluated(self, b: Vector, product: Vector, lanes: bool = False) -> LinearSolution:
+        """Return this solution with its true residual.
+
+        Args:
+            b: right-hand side.
+            product: H v, without damping.
+            lanes: whether tensors are stacked. Default: False.
+        """
+        rest = b - product
+        rest = rest.add(self.solution, -self.damping) if self.damping else rest
+        residual, norm = (rest.lane_norm(), b.lane_norm()) if lanes else (rest.norm(), b.norm())
+        return self._replace(residual=residual, relative=_relative(residual, norm))
 
 
 def cg(
@@ -67,11 +89,14 @@ def cg(
     the rounding level of the dtype (further iterations only collect rounding errors). On an accelerator these tests
     stay on the device; the host looks at them every tenth iteration, and only if a tolerance is positive.
 
-    If H is not positive definite, iterates can explode. CG stops before a direction of non-positive curvature, and
-    where the residual is larger than b and ten times the smallest one so far. It then returns the iterate with the
-    smallest residual, but never the start: if the first direction r has non-positive curvature, or all iterates have
-    residuals above ten times b, it returns the start plus :math:`r\,\|r\| / \|H r\|`. If no stop was needed, it
-    returns the last iterate unless its residual is above ten times b.
+    If H is positive definite, the quadratic :math:`q(v) = v^\top H v / 2 - b^\top v` falls with each iteration, while
+    the residual may rise up to :math:`\sqrt{\kappa}`-fold and come back. If H is not positive definite, iterates can
+    explode. CG stops before a direction of non-positive curvature (up to rounding errors), and where the residual has
+    risen by more than a condition number of one over the rounding unit explains. It then returns the iterate with the
+    smallest residual, but never the start, unless that is a solution: if the first direction r has non-positive
+    curvature, or all iterates have residuals above ten times b, it returns the start plus
+    :math:`r\,\|r\| / \|H r\|`. If no stop was needed, it returns the last iterate unless its residual is above ten
+    times b.
 
     Args:
         product: v -> H v.
@@ -105,8 +130,8 @@ def cg(
         algebra = _NUMBERS if one_here else _LANES if lanes else _SCALARS
         found = _cg(apply, right, v, r, stop, algebra, partial(iteration, algebra))
     if unit is None:
-        return found
-    return found._replace(solution=found.solution.times(unit), residual=found.residual * unit)
+        return found._replace(damping=damping)
+    return found._replace(solution=found.solution.times(unit), residual=found.residual * unit, damping=damping)
 
 
 def _choose_start(
@@ -166,13 +191,17 @@ def _cg(
 ) -> LinearSolution:
     """Run the iterations from v, whose residual is r; ``step`` computes all that follows a product."""
     dot, add, where = algebra
-    square = dot(b, b)
+    eps, square = torch.finfo(b[0].dtype).eps, dot(b, b)
     rr = square if r is b else dot(r, r)
-    rounding, given = max(stop.tol, torch.finfo(b[0].dtype).eps) ** 2 * square, stop.atol**2
-    floor, p = where(rounding > given, rounding, given), r
+    floor, given = max(stop.tol, eps) ** 2 * square, stop.atol**2
+    floor, p, pp = where(floor > given, floor, given), r, rr
     active = rr > floor
     iterations, indefinite, diverged = 0 * active, active & False, active & False
-    best, best_rr, least = v, rr, rr
+    # A Hessian of condition kappa lifts residuals sqrt(kappa)-fold at most. A start that is solved may be kept.
+    most, solved = where(rr > square, rr, square) / eps, rr <= eps * square
+    best, best_rr = v, rr
+    length, pivot, before = 0.0 * rr if r is b else _norm_and_inverse(v, algebra)[0] ** 2, 0.0 * rr, rr
+    top, least = pivot, pivot + inf
     for k in range(stop.steps):
         if _seen_done(active, k, stop.looked_at):
             break
@@ -182,30 +211,42 @@ def _cg(
             # term and x does not move, nor explode: ||r||^2 / |r'Hr| does where r'Hr is near zero. The step
             # r ||r|| / ||Hr|| is along r, at most ||r|| over the smallest |eigenvalue| long, and its residual is at
             # most 2 ||r||. If H is positive definite, CG's own first step may lift the residual and still be better.
-            length = rr**0.5 * _inverse_norm(hp, algebra)
-            best, rest = add(v, r, length), add(r, hp, -length)
+            size, inverse = _norm_and_inverse(hp, algebra)
+            top = size / where(rr > 0, rr, 1.0) ** 0.5
+            safe = where(solved, 0.0, rr**0.5 * inverse)
+            best, rest = add(v, r, safe), add(r, hp, -safe)
             best_rr = dot(rest, rest)
-        v, r, p, rr, negative = step(v, r, p, hp, rr, active)
+        # The pivots p'Hp / r'r of the Lanczos matrix are at least its smallest eigenvalue.
+        v, r, p, new_rr, curvature, negative = step(v, r, p, hp, rr, active, eps * top * rr)
         active = active ^ negative
-        iterations, indefinite = iterations + active, indefinite | negative
-        better = active & (rr < (best_rr if k else GROWTH * square))
+        indefinite, iterations = indefinite | (negative & (rr > eps * square)), iterations + active
+        alpha = where(active, rr / where(active, curvature, 1.0), 0.0)
+        turn, pivot = rr / where(before > 0, before, 1.0) * pivot, curvature / where(rr > 0, rr, 1.0)
+        top = where(active & (pivot + turn > top), pivot + turn, top)
+        least = where(active & (pivot < least), pivot, least)
+        length = length + alpha * alpha * pp
+        before, rr = rr, new_rr
+        pp = rr + where(active, rr / where(before > 0, before, 1.0), 0.0) ** 2 * pp
+        better = active & (rr < (best_rr if k else where(solved, best_rr, GROWTH * square)))
         best, best_rr = _where(better, v, best), where(better, rr, best_rr)
-        # From the first iterate on, and above b: otherwise it also stops solves of ill-conditioned, positive definite
-        # systems, whose residuals grow on their way while the error falls. An infinite one is left for the caller.
-        least = where(rr < least, rr, least) if k else rr
-        growing = active & (rr > GROWTH * least) & (rr > square) & (rr < inf)
-        diverged, active = diverged | growing, active & (rr > floor) & (growing ^ True)
+        growing = active & (rr > most) & (rr < inf)  # an infinite one is left for the caller
+        level = (eps * top) ** 2 * length  # of the rounding errors of H v
+        diverged, active = diverged | growing, active & (rr > floor) & (rr > level) & (growing ^ True)
     diverged = diverged | ((rr > GROWTH * square) & (rr < inf))
-    failed = diverged | indefinite
+    failed = diverged | indefinite | (solved & (rr > best_rr))
     v, rr = _where(failed, best, v), where(failed, best_rr, rr)
     iterations = iterations + (indefinite & (iterations == 0))
+    condition = top / least
     if not isinstance(rr, Tensor):
-        rr, square = (torch.tensor(number, dtype=torch.float64, device="cpu") for number in (rr, square))
+        rr, square, condition = (
+            torch.tensor(number, dtype=torch.float64, device="cpu") for number in (rr, square, condition)
+        )
         iterations, indefinite, diverged = (
             torch.tensor(figure, device="cpu") for figure in (iterations, indefinite, diverged)
         )
     residual = rr.sqrt()
-    return LinearSolution(v, residual, iterations, indefinite, _relative(residual, square.sqrt()), diverged)
+    relative = _relative(residual, square.sqrt())
+    return LinearSolution(v, residual, iterations, indefinite, relative, diverged, condition)
 
 
 def _fused(apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, lanes: bool) -> LinearSolution:
@@ -219,22 +260,23 @@ def _fused(apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, lanes: 
     def whole(rows: Vector) -> Vector:
         return Vector(p.reshape(t.shape).to(t.dtype) for p, t in zip(torch.split(rows[0], sizes, 1), b, strict=True))
 
-    def step(v: Vector, r: Vector, p: Vector, hp: Vector, rr: Tensor, active: Tensor) -> tuple[Any, ...]:
-        *vectors, rr, negative = cg_step(v[0], r[0], p[0], hp[0], rr, active)
-        return *(Vector([t]) for t in vectors), rr, negative
+    def step(v: Vector, r: Vector, p: Vector, hp: Vector, rr: Tensor, active: Tensor, least: Tensor) -> tuple[Any, ...]:
+        *vectors, rr, curvature, negative = cg_step(v[0], r[0], p[0], hp[0], rr, active, least)
+        return *(Vector([t]) for t in vectors), rr, curvature, negative
 
     rows = flat(b)
     found = _cg(lambda p: flat(apply(whole(p))), rows, flat(v), rows if r is b else flat(r), stop, _LANES, step)
-    figures: Any = found[1:] if lanes else [figure.squeeze(0) for figure in found[1:] if figure is not None]
+    figures: Any = found[1:-1] if lanes else [figure.squeeze(0) for figure in found[1:-1]]
     return LinearSolution(whole(found.solution), *figures)
 
 
-def _inverse_norm(vector: Vector, algebra: Algebra) -> Any:
-    """Return 1 / norm, and zero for a zero vector: a number, a scalar tensor, or one value for each lane."""
+def _norm_and_inverse(vector: Vector, algebra: Algebra) -> tuple[Any, Any]:
+    """Return the norm and 1 / norm, zero for a zero vector: numbers, scalar tensors, or one value for each lane."""
     if algebra is _NUMBERS:
         norm = float(vector.norm())
-        return 1 / norm if norm else 0.0
-    return _inverse(vector.lane_norm() if algebra is _LANES else vector.norm())
+        return norm, 1 / norm if norm else 0.0
+    norms = vector.lane_norm() if algebra is _LANES else vector.norm()
+    return norms, _inverse(norms)
 
 
 def _number(a: Vector, b: Vector) -> float:
@@ -305,6 +347,7 @@ def minres(
     c, s, dbar, epsilon, size = -torch.ones_like(beta), *(torch.zeros_like(beta) for _ in range(4))
     iterations = torch.zeros_like(beta, dtype=torch.int64)
     stuck = torch.zeros_like(beta, dtype=torch.bool)
+    least = torch.full_like(beta, inf)
     for k in range(steps):
         active = (residual > floor) & ~stuck
         if _seen_done(active, k, max(tol, atol)):
@@ -320,21 +363,24 @@ def minres(
         stuck = stuck | (active & (torch.hypot(gbar, c * beta) <= eps**0.5 * size))
         # A finished solve is frozen by zero steps instead of a branch, which would need the host.
         active = active & ~stuck
-        inverse = torch.where(active, _inverse(gamma), 0.0)
+        inverse, least = torch.where(active, _inverse(gamma), 0.0), torch.where(active, least.minimum(gamma), least)
         w_old, w = w, (q - w_old.times(epsilon) - w.times(delta)).times(inverse)
         v = v + w.times(gbar * inverse * residual)
         epsilon, dbar, c, s = s * beta, -c * beta, gbar * inverse, beta * inverse
         residual = torch.where(active, residual * s, residual)
         q_old, q = q, hq.times(_inverse(beta))
         iterations = iterations + active
-    return _finished(v, residual, iterations, b_norm, residual)  # the residual never grows
+    found = _finished(v, residual, iterations, b_norm, residual, damping)  # the residual never grows
+    return found._replace(condition=size / least)
 
 
 def direct(matrix: Tensor, b: Sequence[Tensor], *, damping: float = 0.0, lanes: bool = False) -> LinearSolution:
     r"""Solve :math:`(H + \delta I) v = b` by LU factorisation, H a matrix, definite or not.
 
-    For up to some thousand unknowns: n unknowns take :math:`2 n^3 / 3` operations and :math:`n^2` numbers. No condition
-    number is too large; for a singular matrix the solution is not finite.
+    For up to some thousand unknowns: n unknowns take :math:`2 n^3 / 3` operations and :math:`n^2` numbers. The error is
+    about the condition number times the rounding error of the dtype. For a matrix that is singular the solution is not
+    finite, or, if only rounding errors keep it from being singular, wrong with a large residual (see
+    `LinearSolution.diverged`).
 
     Args:
         matrix: H, of shape (n, n); with ``lanes`` (lanes, n, n).
@@ -362,7 +408,8 @@ def direct(matrix: Tensor, b: Sequence[Tensor], *, damping: float = 0.0, lanes: 
         residual, norm = residual.squeeze(0), norm.squeeze(0)
     v = Vector(p.reshape(t.shape).to(t.dtype) for p, t in zip(torch.split(flat, sizes, 1), b, strict=True))
     once, no = torch.ones_like(residual, dtype=torch.int64), torch.zeros_like(residual, dtype=torch.bool)
-    return LinearSolution(v, residual, once, no, _relative(residual, norm))
+    relative = _relative(residual, norm)
+    return LinearSolution(v, residual, once, no, relative, relative > UNSOLVED, damping=damping)
 
 
 def fixed_point(
@@ -411,7 +458,7 @@ def fixed_point(
         if seen_done:
             break
         v, done = v + move * lr, done + active
-    return _finished(v, norm(r), done, b_norm, first)
+    return _finished(v, norm(r), done, b_norm, first, damping)
 
 
 def neumann(
@@ -454,7 +501,7 @@ def neumann(
         term = term - _damped(product, term * lr, damping)
         residual = torch.where(active, norm(term), residual) if isinstance(active, Tensor) else residual
         total, done = total + term, done + active
-    return _finished(total * lr, norm(term) if tol <= 0 else residual, done, b_norm, b_norm)
+    return _finished(total * lr, norm(term) if tol <= 0 else residual, done, b_norm, b_norm, damping)
 
 
 def neumann_term(
@@ -541,8 +588,11 @@ def _unfinished(
     return r * active.to(r[0].dtype), active, False
 
 
-def _finished(v: Vector, residual: Tensor, iterations: Tensor, b_norm: Tensor, first: Tensor) -> LinearSolution:
+def _finished(
+    v: Vector, residual: Tensor, iterations: Tensor, b_norm: Tensor, first: Tensor, damping: float = 0.0
+) -> LinearSolution:
     # Directions of small negative curvature grow a little in each solve; warn only of growth that adds up over steps.
     start = b_norm if first is b_norm else torch.maximum(b_norm, first)
     diverged = (residual > 1.5 * start) | ((residual > first) & (residual > 10 * b_norm))
-    return LinearSolution(v, residual, iterations, torch.zeros_like(diverged), _relative(residual, b_norm), diverged)
+    relative, no = _relative(residual, b_norm), torch.zeros_like(diverged)
+    return LinearSolution(v, residual, iterations, no, relative, diverged, damping=damping)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,12 @@ GROWING = (
     "the gradient of the lower loss grows over the lower steps (see diagnostics['lower_growth']), so y goes away "
     "from a solution and the hypergradient is not reliable. Use a smaller lower_lr, another lower_optimizer, or "
     "lower_clip"
+)
+
+
+NUMBER = (
+    "{0} of the lower steps depends on upper parameters, but {1} cannot be differentiated in it: use torch.optim.SGD, "
+    "all of whose options can be, or learn only lr or weight_decay (which must not be 0) with another optimizer"
 )
 
 
@@ -121,6 +128,7 @@ class LowerRule:
         evaluates_once: a step evaluates the gradient only once (a line search may do so more often).
         rates: learning rate of each tensor.
         plain: the update is a gradient step and nothing else.
+        carried: the options that depend on upper parameters: group, name and value with its graph.
     """
 
     def __init__(
@@ -137,6 +145,7 @@ class LowerRule:
         remaining = iter(self._scratch)
         own = [{"params": [next(remaining) for _ in group["params"]], **_options(group)} for group in groups]
         self.optimizer = factory(own)
+        self.carried = _set_apart(self.optimizer)
         # Some optimizers create their state at once, others in their first step.
         self._initial = [dict(self.optimizer.state.get(t, {})) for t in self._scratch]
         # The steps of an optimizer whose update is unknown are made by the optimizer itself.
@@ -160,6 +169,23 @@ class LowerRule:
         self.plain = self._kind is SGD and not any(
             [group["momentum"] or group["weight_decay"] or group["maximize"] for group in groups]
         )
+        if any([name in ("momentum", "weight_decay") for _, name, _ in self.carried]):
+            self.plain = False  # they may be zero, but have a derivative
+
+    @contextmanager
+    def with_graph(self) -> Generator[None]:
+        """Context: the options that depend on upper parameters have their graphs."""
+        for group, name, value in self.carried:
+            group[name] = value
+        try:
+            yield
+        except TypeError as error:  # torch takes such an option for a number
+            if not self.carried:
+                raise
+            raise ValueError(NUMBER.format(self.carried[0][1], self.kind.__name__)) from error
+        finally:
+            for group, name, value in self.carried:
+                group[name] = value.detach()
 
     def fits(self, groups: Sequence[dict[str, Any]], like: Vector) -> bool:
         """Return True if these groups and tensors have the sizes, types and devices that the rule was made for."""
@@ -186,11 +212,25 @@ class LowerRule:
         groups = [{**own, "lr": rate} for own, rate in zip(self.optimizer.param_groups, rates, strict=True)]
         other = object.__new__(LowerRule)
         other.limits, other.lead, other._kind = limits or self.limits, self.lead, self._kind
-        other._is_limited = bool(other.limits)
+        # Not bool(), which Dynamo of torch 2.11 cannot trace.
+        other._is_limited = (other.limits.clip or other.limits.projection) is not None
         other.evaluates_once = self.evaluates_once
+        pairs = [*zip(self.optimizer.param_groups, groups, strict=True)] if self.carried else []
+        other.carried = [
+            (new, name, value)
+            for group, name, value in self.carried
+            for own, new in pairs
+            if own is group and name != "lr"
+        ]
         other._initial = self._initial
         other.optimizer = _Groups(groups, self._kind, self.optimizer.defaults)  # type: ignore[assignment]
         other.rates, other.plain = rates_of(groups), self.plain
+        return other
+
+    def with_limits(self, limits: Limits) -> LowerRule:
+        """Return the same update with other limits."""
+        other = copy.copy(self)
+        other.limits = limits
         return other
 
     def fresh(self) -> Memory:
@@ -409,9 +449,11 @@ class LowerRules:
             if rule.fits(groups, like):
                 rule.follow(groups)
                 return rule
-        del self._rules[:-7]
-        self._rules.append(LowerRule(self._factory, groups, like, self._limits))
-        return self._rules[-1]
+        made = LowerRule(self._factory, groups, like, self._limits)
+        if not made.carried:  # else options follow x
+            del self._rules[:-7]
+            self._rules.append(made)
+        return made
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -439,6 +481,23 @@ def needs_closure(probe: Optimizer) -> bool:
     except Exception:  # it lacks a closure, or will fail with one too
         return True
     return False
+
+
+def _set_apart(optimizer: Any) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Detach the options that have a graph; return for each the group, the name and the value with its graph."""
+    found = []
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+    for group in groups:
+        for name, value in [*group.items()]:
+            own = optimizer.defaults.get(name) if name == "lr" else None
+            if isinstance(own, Tensor) and own.requires_grad:  # it was made with that rate; groups hold a former value
+                value = own
+            if isinstance(value, Tensor) and value.requires_grad:
+                if type(optimizer) is not SGD and (name not in ("lr", "weight_decay") or (name != "lr" and not value)):
+                    raise ValueError(NUMBER.format(name, type(optimizer).__name__))
+                group[name] = value.detach()
+                found.append((group, name, value))
+    return found
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

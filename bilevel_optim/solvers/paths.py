@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..oracle.copies import Copies
+from ..oracle.doors import OPTIONS, PROJECTION, STEP
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
@@ -15,6 +20,10 @@ from .lower import LowerRule
 
 __all__ = ["STACK", "Paths"]
 
+ANOTHER_START = (
+    "lower_init returns another start when it is called again at the same upper parameters, so differences of starts "
+    "would be noise: let it draw from torch's default generator, which is set back, or from one that it makes anew"
+)
 STACK = 1 << 22  # most entries of x and y in paths that run together: larger paths gain nothing from it
 
 
@@ -28,6 +37,7 @@ class Paths:
         rule: returns the update for tensors like these; it must treat entries independently, because paths are stacked.
         samples: one lower sample per step.
         from_upper: every path starts at the last tensors of its own x instead.
+        start: returns the start, called at the x of each path, if that depends on x.
     """
 
     def __init__(
@@ -37,13 +47,15 @@ class Paths:
         samples: Sequence[Sample],
         *,
         from_upper: bool = False,
+        start: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
         self.oracle, self.samples, self._rule, self._from_upper = oracle, samples, rule, from_upper
+        self._start, self._begun = start, False
 
     def at_once(self, n: int) -> int:
         """Return how many of n paths run together; if all of them may, as many as `STACK` allows."""
         session = self.oracle.session
-        if self.oracle.sharded or session.found.fallback:
+        if self.oracle.sharded or not session.vmaps(self.oracle.lanes is not None) or session.doors & {OPTIONS, STEP}:
             return 1
         if session.options.vectorize is True:
             entries = sum(t.numel() for t in (*self.oracle.x, *self.oracle.y))
@@ -52,8 +64,28 @@ class Paths:
 
     def run(self, upper: Vector) -> tuple[Vector, Vector | None, Tensor]:
         """Return the ends of paths from these x, shape (n, ...), the last lower gradients, and the sum of g on each."""
-        n = len(upper[0])
-        start = stack([self.oracle.y] * n)
+        n, doors = len(upper[0]), self.oracle.session.doors
+        with self._at(upper, 0) if doors and n == 1 else nullcontext():  # all that reads x reads that of the path
+            return self._run(upper, n)
+
+    def _at(self, upper: Vector, i: int) -> AbstractContextManager[Any]:
+        """Context: the live x has the values of one path."""
+        return self.oracle.at(upper=upper.lane(i)).placed()
+
+    def _starts(self, upper: Vector, n: int) -> Vector:
+        """Return the start of each path, from the function; raise if it is not that of the step at the same x."""
+        assert self._start is not None
+        found = []
+        for i in range(n):
+            with self._at(upper, i):
+                found.append(Vector(s.detach().to(t) for s, t in zip(self._start(), self.oracle.y, strict=True)))
+        if not self._begun and bool((found[0] - self.oracle.y).norm() > 1e-6 * found[0].norm()):
+            raise ValueError(ANOTHER_START)
+        self._begun = True
+        return stack(found)
+
+    def _run(self, upper: Vector, n: int) -> tuple[Vector, Vector | None, Tensor]:
+        start = stack([self.oracle.y] * n) if self._start is None else self._starts(upper, n)
         if self._from_upper:  # with tasks, each starts there
             own = Vector(upper[-len(start) :])
             start = Vector(
@@ -61,6 +93,8 @@ class Paths:
                 for s, t in zip(own, start, strict=True)
             )
         rule = self._rule(start)
+        if n > 1 and PROJECTION in self.oracle.session.doors:
+            rule = rule.with_limits(replace(rule.limits, at=partial(self._at, upper)))
         # The x of a single path is that of all its steps, so that what depends on x alone is kept.
         oracle, copies = (self.oracle.at(upper=upper.lane(0)), None) if n == 1 else (self.oracle, upper)
         samples, values = iter(self.samples), []

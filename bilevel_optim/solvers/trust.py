@@ -80,7 +80,7 @@ def can_be_differentiated(factory: Factory, lr: float) -> bool:
         y, gradient, adjoint = probe.random(size), probe.random(scale), probe.random(1.0)
         before, memory, _, *_ = rule.step(y, rule.fresh(), _along(probe.random(scale)))
         along_y, along_g = probe.random(size), probe.random(scale)
-        y_bar, _, g_bar = update_vjp(rule, before, memory, gradient, adjoint, [{} for _ in y])
+        y_bar, _, g_bar, _ = update_vjp(rule, before, memory, gradient, adjoint, [{} for _ in y])
         slope = y_bar.dot(along_y) + g_bar.dot(along_g)
 
         def value(t: float) -> torch.Tensor:

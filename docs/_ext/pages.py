@@ -57,6 +57,11 @@ REFERENCE = {
         "`bilevel_optim.hypergradient`: estimators without an optimizer, for research that wants only them.",
         ("hypergradient", "Oracle", "Vector", "finite_difference"),
     ),
+    "solve": (
+        "A lower problem as a layer",
+        "The solution of a lower problem as a differentiable operation ([how to](../howto/layer.md)).",
+        ("solve",),
+    ),
     "linear": (
         "Linear solvers",
         "`bilevel_optim.linear`: solvers of $Hv = b$ from products with H.",

@@ -28,11 +28,6 @@ from ..registry import ROWS, each
 from .test_losses import Held
 
 STEPS, MANY = 5, 3
-VARIANTS = ("ITD-checkpoint",)
-LIKE_OTHERS = (  # or slower
-    "VRBO", "MRBO", "ESMAML", "iMAML", "HOZOG", "TTSA", "BSA", "ANIL", "RSVRB", "BSVRB", "STABLE", "PRAHGD", "PAID",
-    "AmIGO", "FOMAML", "SRBA",
-)  # fmt: skip
 
 
 class Regression:
@@ -150,28 +145,22 @@ def graphs(optimizer):
 
 
 @each(lambda row: row.declared.tasks not in ("required",))
-def test_captured_steps_are_the_eager_ones(row, request):
-    left_out = (row.variant and row.name not in VARIANTS) or row.name in LIKE_OTHERS
-    if left_out and not request.config.getoption("--slow"):
-        pytest.skip("like others: run with --slow")
+def test_captured_steps_are_the_eager_ones(row):
     captured = compared(row)
     reason = captured.diagnostics.get("compile_fallback", "")
     assert (graphs(captured) == 0) == bool(reason), reason
     assert reason == row.declared.uncaptured
 
 
+@pytest.mark.usually("MAML")
 @each(lambda row: row.takes_tasks and row.declared.losses == 2 and not row.declared.uncaptured)
-def test_with_tasks(row, request):
-    if row.name not in WITH_TASKS and not request.config.getoption("--slow"):
-        pytest.skip("one of each kind is enough: run with --slow")
+def test_with_tasks(row):
     captured = compared(row, make=partial(Regression, tasks=True), rounding=1e-9)
     assert graphs(captured) or captured.diagnostics["compile_fallback"]
 
 
 @each(lambda row: row.name in ("SUSTAIN", "TTSA", "BSA"))
-def test_a_random_number_of_products_is_one_graph(row, request):
-    if row.name in LIKE_OTHERS and not request.config.getoption("--slow"):
-        pytest.skip("like others: run with --slow")
+def test_a_random_number_of_products_is_one_graph(row):
     ends = []
     for captured in (False, True):
         problem = Regression(row)
@@ -190,6 +179,7 @@ def test_a_random_number_of_products_is_one_graph(row, request):
 GROWS = "the number of lower steps grows"
 
 
+@pytest.mark.usually("BA")
 @each(("BA", "BSA"))
 def test_more_and_more_lower_steps_run_eagerly_at_once(row):
     """With the reason, as long as they grow; with a fixed number they are captured."""
@@ -209,6 +199,7 @@ def test_more_and_more_lower_steps_run_eagerly_at_once(row):
     assert close([*problem.x, *problem.y], [*other.x, *other.y], 1e-11)
 
 
+@pytest.mark.usually("BSA")
 @each(("BA", "BSA"))
 def test_more_and_more_lower_steps_are_no_full_graph(row):
     problem = Regression(row)
@@ -227,10 +218,10 @@ def test_more_and_more_lower_steps_are_no_full_graph(row):
     assert close(before, [*problem.x, *problem.y], 0.0)
 
 
-WITH_TASKS = ("MAML",)
 CHOSEN = ("ITD", "F2SA", "SOBA")
 
 
+@pytest.mark.usually("SOBA")
 @each(CHOSEN)
 def test_with_lower_adam_and_an_upper_scheduler(row):
     if row.declared.lower_optimizer == "given gradient" and row.name != "SOBA":
@@ -246,6 +237,7 @@ def test_with_lower_adam_and_an_upper_scheduler(row):
     assert close([*problem.x, *problem.y], [*other.x, *other.y], 1e-8)
 
 
+@pytest.mark.usually("Adam")
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_the_bias_of_adam_is_corrected_in_double_precision_as_torch_does(kind):
     """The count of steps is a tensor of the default type, and its powers would be too."""
@@ -298,6 +290,7 @@ def resumed(row, saved, backend, more=MORE):
     return state, [t.detach() for t in (*problem.x, *problem.y)], optimizer.oracle_counts
 
 
+@pytest.mark.usually("SOBA")
 @each(CHOSEN)
 def test_a_captured_run_resumes_bit_for_bit(row, request, tmp_path):
     """In a new process: all steps are those of graphs, also the first ones and those that are compared."""
@@ -322,7 +315,7 @@ def simple(lower, upper=None, **arguments):
     for captured in (False, True):
         x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
         y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-        optimizer = bo.AID([x], [y], **{"lr": 0.1, "lower_lr": 0.3, "lower_steps": 2, "linear_steps": 2, **arguments})
+        optimizer = bo.AID([x], [y], **{"lr": 0.1, "lower_lr": 0.3, "lower_steps": 1, "linear_steps": 1, **arguments})
         if captured:
             optimizer.compile(backend="eager")
         losses = (upper or (lambda x, y: lambda: (y - 1).square().sum() + 0.1 * x.square().sum()))(x, y), lower(x, y)
@@ -368,6 +361,7 @@ def normalising(x, y):
     return lambda: base(x, y) + 0.1 * (norm(rows * x) @ y).square().mean()
 
 
+@pytest.mark.slow  # as test_refusals in test_losses.py
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 @pytest.mark.parametrize(
     ("lower", "word"),
@@ -389,6 +383,7 @@ def test_steps_are_eager_if_a_graph_cannot_see_a_value(lower, word):
     assert close(*results, 0.0)
 
 
+@pytest.mark.slow  # as that in test_losses.py
 def test_normalisation_in_training_mode_is_captured():
     results = []
     for optimizer, losses, x, y in simple(normalising):
@@ -421,6 +416,7 @@ def test_reads_inside_a_checkpoint_are_captured():
     assert graphs(optimizer) == 1
 
 
+@pytest.mark.slow  # as test_recreated_lambdas_are_the_same_losses
 @pytest.mark.parametrize("how", ["number", "object"])
 def test_a_lambda_made_again_is_the_same_until_it_reads_something_else(how):
     made = []
@@ -443,6 +439,7 @@ def test_a_lambda_made_again_is_the_same_until_it_reads_something_else(how):
     assert graphs(optimizer) == 2
 
 
+@pytest.mark.slow  # as "value of a tensor" in test_losses.py
 @pytest.mark.parametrize("read", [float, torch.Tensor.item])
 def test_a_value_that_is_read_on_the_host_stays_on_the_device(read):
     """It is an argument of the graph, which stays right when it is written in place."""
@@ -463,6 +460,7 @@ def test_a_value_that_is_read_on_the_host_stays_on_the_device(read):
     assert "compile_fallback" not in optimizer.diagnostics
 
 
+@pytest.mark.slow  # as "attention" in test_losses.py
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_attention_is_captured_without_dropout(dropout):
@@ -527,7 +525,7 @@ def test_visible_changes_are_seen():
             if k in (6, 11):
                 factors["now"] *= 1.5
             if k == 13:
-                optimizer.linear_steps = 1
+                optimizer.linear_steps = 2
             optimizer.step(*losses)
         results.append((x.detach(), y.detach()))
     assert close(*results, 1e-12)
@@ -578,6 +576,7 @@ class Trainer:
         return base(self.x, self.y, self.config.factor)
 
 
+@pytest.mark.slow  # as "child_of_a_class" in test_losses.py
 def test_attributes_of_attributes_are_in_sight():
     results = []
     for optimizer, losses, x, y in simple(lambda x, y: Trainer(x, y).lower):
@@ -606,6 +605,7 @@ def test_batches_of_any_pytree_are_arguments():
     assert graphs(optimizer) == 1
 
 
+@pytest.mark.slow  # as "written_tensor" in test_losses.py
 def test_a_tensor_that_is_written_in_place_is_an_argument():
     results = []
     for optimizer, _, x, y in simple(lambda x, y: lambda: base(x, y)):
@@ -688,6 +688,7 @@ def test_shapes_are_captured_a_bounded_number_of_times(strict, monkeypatch):
         assert eager == [5, 6, 7, 12, 13, 14]  # all of the three that came last
 
 
+@pytest.mark.usually("11")
 @pytest.mark.parametrize("at", [7, 8, 11])
 def test_a_run_keeps_what_came_before_a_failure(at):
     """Nothing of the failing step or after it; the data go on where the failing step had begun."""
@@ -695,19 +696,28 @@ def test_a_run_keeps_what_came_before_a_failure(at):
     results = []
     for optimizer, _, x, y in simple(lambda x, y: lambda: base(x, y)):
         data = [b.clone() for b in batches]
-        data[3 * at + 1].fill_(torch.nan)  # three lower draws in a step: two steps and a product
+        data[2 * at + 1].fill_(torch.nan)  # two lower draws in a step: a step and a product
         lower = bo.Objective(lambda batch, x=x, y=y: base(x, y) + (batch * y).sum(), data)
         upper = bo.Objective(lambda y=y: (y - 1).square().sum())
         optimizer.run(upper, lower, steps=4)
         with pytest.raises(bo.NonFiniteError, match=f"outer step {at}"):
             optimizer.run(upper, lower, steps=12)
-        assert lower.draw().batch is data[3 * at]
+        assert lower.draw().batch is data[2 * at]
         results.append((x.detach(), y.detach()))
     assert close(*results, 1e-12)
 
 
-@pytest.mark.parametrize("level", ["upper", "lower"])
-@pytest.mark.parametrize("kind", [bo.AID, bo.ITD, bo.StocBiO, bo.RAHGD])
+SHOWN = ((bo.AID, "lower"), (bo.ITD, "upper"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [
+        pytest.param(kind, level, marks=[pytest.mark.slow] * ((kind, level) not in SHOWN))
+        for kind in (bo.AID, bo.ITD, bo.StocBiO, bo.RAHGD)
+        for level in ("upper", "lower")
+    ],
+)
 def test_a_nan_gradient_at_a_finite_loss_fails(kind, level):
     """The root has no derivative if a batch contains 0."""
     x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
@@ -758,7 +768,7 @@ def test_a_known_alert_makes_no_step_eager(monkeypatch):
     made = []
     function = bo.BilevelOptimizer._open_step
     monkeypatch.setattr(bo.BilevelOptimizer, "_open_step", lambda *a: made.append(0) or function(*a))
-    _, (optimizer, _, x, y) = simple(lambda x, y: lambda: base(x, y))
+    _, (optimizer, _, x, y) = simple(lambda x, y: lambda: base(x, y), lower_steps=2, linear_steps=2)
     signs = torch.tensor([1.0, -0.1], dtype=torch.float64)
     losses = lambda: (y - 1).square().sum(), lambda: (signs * (y - x).square()).sum()
     for _ in range(12):

@@ -1,5 +1,9 @@
 """Each evaluation of a loss reads module buffers as they were when the step began, whatever others have moved."""
 
+import copy
+import weakref
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +11,7 @@ from torch import nn
 
 import bilevel_optim as bo
 
-from ..problems import Given, close, flat, seeded
+from ..problems import Given, close, flat, same, seeded
 from ..registry import each
 
 X = torch.randn(3, 6, 4, generator=seeded(3), dtype=torch.float64)
@@ -133,3 +137,147 @@ def test_the_first_check_of_features_moves_nothing():
         optimizer.backward(lambda y=y: (y - 1).square().sum(), lower)
         ends.append(flat([x.grad, y]))
     close(*ends, atol=1e-9, rtol=1e-9)
+
+
+class Late:
+    """A normalisation that the losses call only once it has joined."""
+
+    def __init__(self, kind=nn.BatchNorm1d):
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.norm = kind(4, **({"track_running_stats": True} if kind is nn.InstanceNorm1d else {}))
+        self.x, self.data, self.joined = torch.zeros((), requires_grad=True), torch.randn(16, 4), False
+
+    def net(self):
+        hidden = self.first(self.data)
+        return self.head(self.normalised(hidden) if self.joined else hidden)
+
+    def normalised(self, hidden):
+        return self.norm(hidden.T[None])[0].T
+
+    def lower(self):
+        own = [*self.first.parameters(), *self.head.parameters(), *self.norm.parameters()]
+        return (self.net() - 1).square().mean() + (3 + self.x.exp()) * sum(p.square().sum() for p in own)
+
+    def upper(self):
+        return self.net().square().mean()
+
+    def statistics(self):
+        return [t.clone() for t in self.norm.buffers()]
+
+
+def by_closures(problem):
+    """Losses that hold the modules in closures of nested functions."""
+    first, norm, head, data = problem.first, problem.norm, problem.head, problem.data
+
+    def net():
+        return head(norm(first(data).T[None])[0].T if problem.joined else first(data))
+
+    def penalty():
+        own = [*first.parameters(), *head.parameters(), *norm.parameters()]
+        return (3 + problem.x.exp()) * sum(p.square().sum() for p in own)
+
+    return lambda: net().square().mean(), lambda: (net() - 1).square().mean() + penalty()
+
+
+def by_data(problem):
+    """Losses that are partial functions, with data."""
+
+    def loss(held, batch):
+        return held["problem"].lower() * batch
+
+    return problem.upper, bo.Objective(partial(loss, {"problem": problem}), [1.0])
+
+
+WAYS = {
+    "attributes": lambda problem: (problem.upper, problem.lower),
+    "closures": by_closures,
+    "partial functions": by_data,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA, bo.ITD])
+def test_a_normalisation_that_joins_later(cls, kind, way):
+    """Its statistics used to move at every evaluation, and to stay moved after a step that failed."""
+    problem = Late(kind)
+    upper, lower = WAYS[way](problem)
+    params = [p for m in (problem.first, problem.head, problem.norm) for p in m.parameters()]
+    optimizer = cls([problem.x], params, lr=0.01, lower_lr=0.01, lower_steps=4)
+    optimizer.step(upper, lower)
+    for _ in range(2):
+        before = problem.statistics()
+        optimizer.step(upper, lower)
+        assert same(before, problem.statistics())
+    problem.joined, moves = True, []
+    handle = nn.modules.module.register_module_forward_pre_hook(
+        lambda module, inputs: moves.append(problem.statistics()) if module is problem.norm else None
+    )
+    optimizer.step(upper, lower)
+    handle.remove()
+    assert len(moves) > 4
+    assert all(same(moves[0], seen) for seen in moves)  # every evaluation read those at the beginning
+    once = copy.deepcopy(problem.norm)
+    for buffer, value in zip(once.buffers(), moves[0], strict=True):
+        buffer.copy_(value)
+    once(problem.first(problem.data).T[None])
+    close(flat(problem.statistics()), flat([*once.buffers()]), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA])
+def test_a_normalisation_of_an_added_group(cls):
+    problem = Late()
+    hidden = weakref.ref(problem)  # which the search for modules does not follow
+    own = [*problem.first.parameters(), *problem.head.parameters()]
+    optimizer = cls([problem.x], own, lr=0.01, lower_lr=0.01, lower_steps=4)
+    losses = lambda: hidden().upper(), lambda: hidden().lower()
+    optimizer.step(*losses)
+    problem.joined = True
+    optimizer.add_param_group({"params": problem.norm.parameters(), "level": "lower"})
+    for k in range(1, 4):
+        optimizer.step(*losses)
+        assert int(problem.norm.num_batches_tracked) == k
+
+
+def test_other_losses_may_call_other_normalisations():
+    """Losses of the same code, which hold other modules."""
+    x, norms = torch.zeros((), requires_grad=True), [nn.BatchNorm1d(2), nn.BatchNorm1d(2)]
+    y, data = torch.zeros(2, requires_grad=True), torch.randn(8, 2)
+
+    def made(norm):
+        return lambda: (norm(data) @ y - 1).square().mean() + y.square().sum() * x.exp()
+
+    optimizer = bo.AID([x], [y], lr=0.01, lower_lr=0.01, lower_steps=4)
+    for k in range(1, 4):
+        for norm in norms:
+            optimizer.step(lambda: (y - 1).square().sum(), made(norm))
+        assert [int(norm.num_batches_tracked) for norm in norms] == [k, k]
+
+
+def test_a_normalisation_that_nothing_calls_costs_no_evaluation():
+    counts = []
+    for kind in (nn.BatchNorm1d, nn.Identity):
+        problem = Late(kind) if kind is nn.BatchNorm1d else Late()
+        problem.norm = problem.norm if kind is nn.BatchNorm1d else nn.Linear(1, 1)
+        params = [p for m in (problem.first, problem.head, problem.norm) for p in m.parameters()]
+        optimizer = bo.F2SA([problem.x], params, lr=0.01, lower_lr=0.01, lower_steps=4)
+        for _ in range(3):
+            optimizer.step(problem.upper, problem.lower)
+        counts.append(optimizer.oracle_counts)
+    assert counts[0] == counts[1]
+    assert counts[0]["loss"] == 0
+
+
+def test_a_normalisation_that_joins_a_compiled_step():
+    problem = Late()
+    params = [p for m in (problem.first, problem.head, problem.norm) for p in m.parameters()]
+    optimizer = bo.AID([problem.x], params, lr=0.01, lower_lr=0.01, lower_steps=2, linear_steps=2)
+    optimizer.compile(backend="eager")
+    for _ in range(3):
+        optimizer.step(problem.upper, problem.lower)
+    assert not optimizer.diagnostics.get("compile_fallback")
+    problem.joined = True
+    for k in range(1, 5):
+        optimizer.step(problem.upper, problem.lower)
+        assert int(problem.norm.num_batches_tracked) == k

@@ -2,6 +2,7 @@
 
 import random
 import re
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 import bilevel_optim as bo
 
 from ..problems import Quadratic, seeded
+from ..test_verdicts import Wrong
 
 
 def quadratic(kappa, n=12, m=2):
@@ -218,3 +220,39 @@ def test_faults_that_a_method_does_not_meet_are_none_of_its_own():
         optimizer, lambda: (y - 1).square().sum() / 2, lambda: (y - x.detach()).square().sum() / 2 + 0 * x.sum()
     )
     assert (report.reference, report.verdict == "biased") == ("differences", False)
+
+
+class Slow(torch.autograd.Function):
+    """The identity, which takes a tenth of a second."""
+
+    @staticmethod
+    def forward(ctx, t):
+        time.sleep(0.1)
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("data", [None, range(500)])
+def test_the_clock_is_read_within_a_solve_and_names_what_may_be_wrong(data):
+    """All evaluations would take minutes."""
+    x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    lower = bo.Objective(lambda *batch: (Slow.apply(y) - x).cosh().sum(), data)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=100)
+    report = bo.check_hypergradient(optimizer, lambda: y.square().sum(), lower, max_seconds=1)
+    assert report.verdict == "inconclusive"
+    assert report.repeats == 0
+    assert data is not None or "Slow" in report.advice
+
+
+@pytest.mark.parametrize("name", ["AID", "F2SA"])
+def test_the_operation_with_a_wrong_derivative_is_named(name):
+    x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    optimizer = getattr(bo, name)([x], [y], lr=0.1, lower_lr=0.1, lower_steps=5)
+    losses = lambda: (y - 1).square().sum(), lambda: (y - Wrong.apply(x)).square().sum()
+    with pytest.raises(bo.GradcheckError, match=r"the likely cause is the operation Wrong\)"):
+        bo.check_hypergradient(optimizer, *losses)
+    with pytest.raises(bo.DerivativeError, match=r"The likely cause is the operation Wrong\."):
+        optimizer.step(*losses)

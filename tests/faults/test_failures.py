@@ -430,6 +430,91 @@ def test_an_interrupt_at_any_time_leaves_a_whole_step_or_none():
     assert interrupts > 3
 
 
+STARTS = {
+    "lower_init": lambda y: {"lower_init": lambda: [t * 0 + 0.5 for t in y]},
+    "lower_solver": lambda y: {"lower_solver": lambda: [t.detach().add_(0.25) for t in y]},
+}
+
+
+@pytest.mark.filterwarnings("ignore:y after lower_solver is not a solution")
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("when", ["written", "failed"])
+def test_an_interrupt_keeps_or_undoes_the_start_with_the_step(start, when, monkeypatch):
+    """y used to be put back although x and the state were those after the step."""
+    problem, twin = Quadratic(n=4, m=2), Quadratic(n=4, m=2)
+    optimizers = [
+        bo.AID(p.x, p.y, lr=0.01, lower_lr=0.1, lower_steps=2, **STARTS[start]([*p.y])) for p in (problem, twin)
+    ]
+    for p, optimizer in zip((problem, twin), optimizers, strict=True):
+        p.run(optimizer)
+    inner, hits = bo.Vector.copy_, []
+
+    def interrupted(*arguments):
+        hits.append(1)
+        raise KeyboardInterrupt if when == "written" and len(hits) == 1 else ArithmeticError
+
+    def once(*arguments):
+        if hits:
+            return inner(*arguments)
+        return interrupted(*arguments)
+
+    monkeypatch.setattr(bo.Vector, "copy_", once)
+    with pytest.raises(KeyboardInterrupt if when == "written" else ArithmeticError):
+        problem.run(optimizers[0])
+    monkeypatch.undo()
+    assert hits
+    if when == "written":
+        twin.run(optimizers[1])
+    assert same(values(problem.x, problem.y), values(twin.x, twin.y))
+    assert text_of(optimizers[0]) == text_of(optimizers[1])
+
+
+@pytest.mark.parametrize("cls", [bo.F2SA, bo.PZOBO, bo.ITD])
+@pytest.mark.parametrize("name", ["_vmap_increment_nesting", "_vmap_decrement_nesting"])
+def test_an_interrupt_in_vmap_is_an_interrupt(cls, name, monkeypatch):
+    """torch raised another error, which a step took for a loss that vmap cannot evaluate, or passed on."""
+    from torch._functorch import vmap
+
+    options = {"generator": seeded()} if cls is bo.PZOBO else {}
+    x, y = (torch.full((2,), 0.5, requires_grad=True) for _ in range(2))
+    optimizer = cls([x], [y], lr=0.01, lower_lr=0.1, lower_steps=2, **options)
+    tasks = bo.TensorTasks(torch.randn(3, 2, generator=seeded()))
+    losses = lambda t: (y - t).square().sum() + x.sum(), lambda t: (y - x * t).square().sum()
+    optimizer.step(*losses, tasks=tasks)
+    calls, inner = [0, 0], getattr(vmap, name)
+
+    def counted(*arguments):
+        calls[0] += 1
+        if calls[0] == calls[1]:
+            raise KeyboardInterrupt
+        return inner(*arguments)
+
+    monkeypatch.setattr(vmap, name, counted)
+    optimizer.step(*losses, tasks=tasks)
+    total, before = calls[0], (values([x]), values([y]), text_of(optimizer))
+    assert total
+    for k in range(1, total + 1):
+        calls[:] = 0, k
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step(*losses, tasks=tasks)
+        assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+        after = values([x]), values([y]), text_of(optimizer)
+        assert all(same(a, b) if isinstance(a, list) else a == b for a, b in zip(after, before, strict=True))
+    calls[:] = 0, 0
+    optimizer.step(*losses, tasks=tasks)
+    assert "vectorize_fallback" not in optimizer.diagnostics
+
+
+def test_a_level_of_vmap_that_was_left_on_is_ended_before_a_step():
+    """Steps took it for normal, and left it on; random numbers outside then failed."""
+    problem = Quadratic(n=4, m=2)
+    optimizer = bo.F2SA(problem.x, problem.y, lr=0.01, lower_lr=0.1, lower_steps=2, normalize=False)
+    torch._C._functorch._vmap_increment_nesting(2, "error")
+    problem.run(optimizer)
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+    torch.randn(2)
+
+
 def test_vmap_levels_left_on_by_an_interrupt_are_ended():
     """The interrupt comes between a level of vmap and the block that would end it."""
     problem = Quadratic(n=4, m=2)

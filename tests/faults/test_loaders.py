@@ -3,11 +3,12 @@
 import copy
 import pickle
 import random
+from itertools import cycle
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, StackDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, StackDataset
 
 import bilevel_optim as bo
 from bilevel_optim.pytree import tree_map
@@ -283,27 +284,6 @@ def test_a_shallow_copy_has_a_position_of_its_own():
     assert drawn(other, 2) == drawn(objective, 2)
 
 
-class Once:
-    """Data that go on for ever, and are their own iterator."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.count += 1
-        return float(self.count)
-
-
-def test_a_copy_of_data_that_are_their_own_iterator_goes_on_with_it():
-    objective = bo.Objective(sum, Once())
-    drawn(objective, 2)
-    other = copy.deepcopy(objective)
-    assert drawn(other, 2) == drawn(objective, 2) == [3.0, 4.0]
-
-
 def test_a_step_that_fails_at_the_first_draw_of_a_copy_leaves_it_where_it_is():
     x, y = tensors()
 
@@ -318,3 +298,123 @@ def test_a_step_that_fails_at_the_first_draw_of_a_copy_leaves_it_where_it_is():
     with pytest.raises(RuntimeError, match="on purpose"):
         bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2).step(lambda: y.sum(), other)
     assert drawn(other, 5) == drawn(objective, 5)
+
+
+# ---------------------------------------------------------------------------------------------------- failing data
+
+
+class Failing:
+    """Items, of which one fails once."""
+
+    def __init__(self, error, at):
+        self.error, self.at = error, at
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        if i == self.at:
+            self.at = None
+            raise self.error("a network file system")
+        if i == len(self):
+            raise IndexError
+        return torch.tensor(float(i), dtype=torch.float64)
+
+    def shuffled(self):
+        return DataLoader(self, 1, shuffle=True)
+
+
+class Streamed(IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return (self.items[i] for i in range(12))
+
+
+FAILING = {
+    "loader": lambda items: DataLoader(items, 1),
+    "shuffled loader": Failing.shuffled,
+    "stream": lambda items: DataLoader(Streamed(items), 1),
+    "generator": Streamed,
+}
+
+
+def drawn_by_steps(make, items):
+    """Return the batches of four accepted steps, and the position and random state at the end."""
+    torch.manual_seed(0)
+    x, y = (torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(2))
+    step, seen = [], []
+
+    def lower(batch):
+        step.append(float(batch.sum()))
+        return (y - x - batch.sum()).square()
+
+    data = bo.Objective(lower, make(items))
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2, linear_steps=1)  # three batches in a step
+    while len(seen) < 4:
+        try:
+            optimizer.step(lambda: (y - 1).square(), data)
+        except (OSError, KeyboardInterrupt):
+            items.failures = getattr(items, "failures", 0) + 1
+        else:
+            seen.append([*dict.fromkeys(step)])
+        step.clear()
+    return seen, data.state_dict()["position"], x.item(), torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("at", range(12))
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_step_whose_data_fail_is_made_again_with_the_same_batches(kind, error, at):
+    """If the first batch of a step failed, a loader used to lose it, and a generator began a new pass."""
+    items = Failing(error, at)
+    assert drawn_by_steps(FAILING[kind], items) == drawn_by_steps(FAILING[kind], Failing(error, None))
+    assert items.failures == 1
+
+
+def test_data_that_fail_while_a_pass_is_repeated():
+    """The position used to be that of the batch that failed."""
+    items = Failing(OSError, None)
+    objective, usual = bo.Objective(torch.sum, Streamed(items)), bo.Objective(torch.sum, Streamed(Failing(OSError, 0)))
+    for _ in range(5):
+        objective.draw()
+    state = objective.state_dict()
+    usual.data.items.at = None
+    usual.load_state_dict(state)
+    items.at = 2
+    with pytest.raises(OSError, match="network"):
+        objective.load_state_dict(state)
+    assert objective.state_dict()["position"] == 5
+    assert [float(objective.draw().batch) for _ in range(9)] == [float(usual.draw().batch) for _ in range(9)]
+
+
+def test_an_interrupt_between_iterator_and_position():
+    class Interrupted:
+        count = 0
+
+        def __iter__(self):
+            return map(self.get, range(5))
+
+        def get(self, item):
+            if item == 2 and self.count == 0:
+                self.count = 1
+                raise KeyboardInterrupt
+            return item
+
+    objective, seen = bo.Objective(torch.sum, Interrupted()), []
+    while len(seen) < 7:
+        try:
+            seen.append(objective.draw().batch)
+        except KeyboardInterrupt:
+            seen.append("interrupt")
+    assert seen == [0, 1, "interrupt", 2, 3, 4, 0]
+
+
+@pytest.mark.parametrize(
+    "make", [cycle, iter, lambda d: (b for b in d), lambda d: map(float, d), lambda d: zip(d, d, strict=True)]
+)
+def test_iterators_are_refused(make):
+    """After a failed step, as many batches were skipped as had been drawn."""
+    with pytest.raises(ValueError, match="the data of an Objective are an iterator"):
+        bo.Objective(torch.sum, make([1.0, 2.0]))

@@ -142,3 +142,43 @@ def test_the_levels_may_have_different_types(row, kinds):
 
 
 ROUGH = ("PZOBO", "PZOBO-relative-central", "HOZOG", "ESMAML", "F2SA-1", "F2SA-3", "F2SA-4-independent", "F2SA")
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize("cls", [bo.F2SA, bo.BOME, bo.FirstOrder, bo.AID])
+def test_adapting_after_a_change_of_type(cls, loaded):
+    """The curvature that the steps had measured was read in its old type."""
+    options = {"hvp": "finite-difference"} if cls is bo.AID else {}
+    target, found = torch.tensor([1.0, 2.0, 3.0]), []
+    for kind in (torch.float64, torch.float32):
+        net = torch.nn.ParameterList([torch.full((3,), 2.0).double(), torch.zeros(3).double()])
+
+        def made(net=net):
+            return cls([net[0]], [net[1]], lr=0.1, lower_steps=3, **options)
+
+        optimizer = made()
+        rows = torch.diag(torch.tensor([1.0, 1.5, 2.0]))
+
+        def loss(t=0.0, net=net, rows=rows):
+            return (rows.to(net[0]) @ (net[1] - net[0] - t)).square().sum() / 2
+
+        optimizer.step(lambda net=net: (net[1] - 1).square().sum() / 2, loss)
+        state = optimizer.state_dict()
+        net.to(kind)
+        if loaded:
+            optimizer = made()
+            optimizer.load_state_dict(state)
+        (y,) = optimizer.adapt(loss, target.to(kind), steps=3)
+        assert y.dtype == kind
+        found.append(y.double())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_averages_have_the_types_of_the_parameters():
+    net = torch.nn.ParameterList([torch.full((3,), 2.0).double(), torch.zeros(3).double()])
+    optimizer = bo.RAHGD([net[0]], [net[1]], lr=0.1, lower_lr=0.1, lower_steps=3)
+    for _ in range(3):
+        optimizer.step(lambda: (net[1] - 1).square().sum() / 2, lambda: (net[1] - net[0]).square().sum() / 2)
+    (before,) = optimizer.averaged_parameters()
+    net.float()
+    assert torch.equal(optimizer.averaged_parameters()[0], before.float())

@@ -1,16 +1,21 @@
 """Crashes and unhelpful messages in ordinary use."""
 
 import math
+import random
+import warnings
+from collections import Counter
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bilevel_optim as bo
+from bilevel_optim.problem.overlaps import overlapping, overlaps_itself
 
 from ..problems import Tasks, close, same, seeded, values
 from ..registry import each
@@ -163,6 +168,54 @@ def test_an_empty_batch_is_not_a_matter_of_the_rates(method):
     optimizer = method([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
     with pytest.raises(bo.NonFiniteError, match=r"Look at the data first \(the mean over an empty batch is NaN"):
         optimizer.step(lambda: (y.sum() - nothing).mean(), lower)
+
+
+ROOTS = {
+    "norm": (lambda y: y.norm() ** 2, "The loss calls norm().*y.square().sum()"),
+    "sqrt": (lambda y: y.square().sum().sqrt() ** 2, "The loss calls sqrt()"),  # its gradient too
+    "others": (lambda y: y.abs().pow(1.5).sum(), "no finite second derivative at this point"),
+}
+
+
+@pytest.mark.parametrize("kind", ROOTS)
+@pytest.mark.parametrize("method", [bo.StocBiO, bo.ITD])
+def test_a_derivative_that_is_nan_at_zero_is_not_a_matter_of_the_data(method, kind):
+    """After the first step, which remembers what it found, too."""
+    x, y = torch.zeros((), requires_grad=True), torch.ones(3, requires_grad=True)
+    root, message = ROOTS[kind]
+    optimizer = method([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+
+    def step():
+        optimizer.step(lambda: (y - 1).square().sum(), lambda: (y * x).sum() + root(y))
+
+    for _ in range(kind == "norm"):
+        step()
+    with torch.no_grad():
+        y.zero_()
+        x.zero_()
+    message = message.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(bo.NonFiniteError, match=message):
+        step()
+
+
+WEIGHTED = {
+    "cross_entropy": (lambda w, z: F.cross_entropy(z, torch.arange(3), weight=w), "weight=.*weight\\[target\\]"),
+    "pos_weight": (
+        lambda w, z: F.binary_cross_entropy_with_logits(z, z.detach().sign().relu(), pos_weight=w),
+        "pos_weight=.*logsigmoid",
+    ),
+    "multi_margin": (lambda w, z: F.multi_margin_loss(z, torch.arange(3), weight=w), "weight=.*unreduced loss"),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTED)
+@pytest.mark.parametrize("method", [bo.AID, bo.F2SA])
+@pytest.mark.parametrize("tasks", [None, bo.TensorTasks(torch.randn(2, 4, 3, 3, dtype=torch.float64))])
+def test_weights_of_a_loss_that_are_parameters(method, kind, tasks):
+    x, y = torch.ones(3, requires_grad=True), torch.eye(3).requires_grad_()
+    (lower, message), optimizer = WEIGHTED[kind], method([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+    with pytest.raises(RuntimeError, match="a loss passes a parameter as " + message):
+        optimizer.step(lambda *_: y.square().sum(), lambda *b: lower(x, b[0][0] @ y if b else y), tasks=tasks)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -415,8 +468,99 @@ def test_a_group_that_is_added_shares_no_memory():
     optimizer.add_param_group({"params": memory[5:8].detach().requires_grad_(), "level": "lower"})
 
 
+def brute_force(tensors):
+    """Return the indices of tensors that share a byte with one of a lower index, and of those that repeat one."""
+    seen, found, repeated = set(), [], []
+    for i, t in enumerate(tensors):
+        offsets = [0]
+        for size, stride in zip(t.shape, t.stride(), strict=True):
+            offsets = [o + k * stride for o in offsets for k in range(size)]
+        own = [t.data_ptr() + o * t.element_size() + b for o in offsets for b in range(t.element_size())]
+        found += [i] if seen & {*own} else []
+        repeated += [i] if len({*own}) < len(own) else []
+        seen |= {*own}
+    return found, repeated
+
+
+def test_overlaps_of_strided_tensors_are_exact():
+    """Against sets of all addresses: random strides, offsets and types on one memory."""
+    draw, results = random.Random(0), Counter()
+    for _ in range(300):
+        memory, tensors = torch.zeros(96, dtype=torch.uint8), []
+        for _ in range(draw.randint(2, 4)):
+            kind = draw.choice([torch.uint8, torch.int16, torch.float32])
+            shape = [draw.randint(0 if draw.random() < 0.1 else 1, 4) for _ in range(draw.randint(0, 3))]
+            strides = [draw.randint(0, 5) for _ in shape]
+            last = sum(s * max(n - 1, 0) for s, n in zip(strides, shape, strict=True))
+            room = len(memory) // kind.itemsize - last
+            if room > 0:
+                tensors.append(memory.view(kind).as_strided(shape, strides, draw.randrange(room)))
+        found, repeated = brute_force(tensors)
+        assert overlapping(tensors) == found
+        assert [i for i, t in enumerate(tensors) if overlaps_itself(t)] == repeated
+        results[bool(found)] += 1
+        results["repeated"] += len(repeated)
+    assert min(results[True], results[False], results["repeated"]) > 30
+
+
+STRIDED = {
+    "columns": lambda b: (b[:, 0:2], b[:, 1:3]),
+    "transposed": lambda b: (b.t(), b),
+    "every second": lambda b: (b.reshape(-1)[0:8:2], b.reshape(-1)[0:4]),
+    "windows": lambda b: (b.reshape(-1)[8:], b.reshape(-1)[:8].unfold(0, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("views", STRIDED)
+def test_views_that_are_not_contiguous_share_memory_too(views):
+    x, y = (t.detach().requires_grad_() for t in STRIDED[views](torch.randn(4, 4)))
+    with pytest.raises(ValueError, match=r"shares? .*memory"):
+        bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
+
+
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA, bo.ITD])
+def test_views_that_interleave_are_separate(cls):
+    r"""g = |y - x|^2 / 2 + |y|^2 / 2, so y* = x / 2; f = |y - 1|^2 / 2, so dF = (x / 2 - 1) / 2."""
+    memory = torch.randn(4, 4, dtype=torch.float64)
+    x, y = (memory[:, part].detach().requires_grad_() for part in (slice(0, 4, 2), slice(1, 4, 2)))
+    before = x.detach().clone()
+    optimizer = cls([x], [y], lr=0.1, lower_lr=0.5, lower_steps=40)
+    for _ in range(2):
+        optimizer.backward(lambda: (y - 1).square().sum() / 2, lambda: ((y - x).square().sum() + y.square().sum()) / 2)
+    assert torch.equal(x, before)
+    torch.testing.assert_close(x.grad, (before / 2 - 1) / 2, rtol=1e-3, atol=1e-3)
+
+
+def test_a_start_may_exchange_the_lower_tensors():
+    y = [torch.full((2,), value, requires_grad=True) for value in (1.0, 2.0)]
+    x = torch.zeros(2, requires_grad=True)
+    optimizer = bo.SOBA([x], y, lr=0.0, lower_lr=1e-9, lower_init=lambda: y[::-1])
+    optimizer.step(lambda: sum(t.sum() for t in y), lambda: sum((t - x).square().sum() for t in y))
+    assert [float(t.detach().mean().round()) for t in y] == [2.0, 1.0]
+
+
 def test_a_group_may_be_an_iterator():
     """The checks used to exhaust the iterator, which left the group empty."""
     optimizer = bo.SOBA(*([torch.zeros(1, requires_grad=True)] for _ in range(2)), lr=0.1, lower_lr=0.1)
     optimizer.add_param_group({"params": torch.nn.Linear(2, 2).parameters(), "level": "lower"})
     assert len(optimizer.param_groups[-1]["params"]) == 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_with_warnings_as_errors_a_step_is_made_or_not():
+    """A warning about the course of a run comes after its step, which is whole; the run can go on."""
+    ends = []
+    for raises in (False, True):
+        x, y = (torch.full((2,), v, dtype=torch.float64, requires_grad=True) for v in (2.0, 0.0))
+        optimizer = bo.AID([x], [y], lr=1e-11, lower_lr=0.5, lower_steps=2, lower_optimizer=torch.optim.Adam)
+        warned = 0
+        while optimizer.oracle_counts["upper_grad"] < 30:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error" if raises else "ignore", bo.BilevelWarning)
+                try:
+                    optimizer.step(lambda y=y: (y - 1).square().sum(), lambda x=x, y=y: (y - x).square().sum())
+                except bo.BilevelWarning:
+                    warned += 1
+        assert warned == raises
+        ends.append([x.detach(), y.detach(), *optimizer.state[y].values(), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

@@ -54,7 +54,14 @@ def test_resumes_at_its_position(own_generator, stop):
 def test_empty_and_exhausted_data_are_errors():
     with pytest.raises(ValueError, match="empty"):
         Objective(torch.sum, []).draw()
-    once = Objective(torch.sum, (i for i in range(2)))
+
+    class Once:
+        batches = iter(range(2))
+
+        def __iter__(self):
+            return self.batches
+
+    once = Objective(torch.sum, Once())
     batches(once, 2)
     with pytest.raises(ValueError, match="exhausted"):
         once.draw()

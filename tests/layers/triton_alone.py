@@ -44,7 +44,8 @@ def cg(programs, dtype, lanes, n):
     v, r, p = (torch.randn(lanes, 2 * n).to(dtype)[:, ::2] for _ in range(3))
     lane = torch.arange(lanes)
     hp = (p * torch.where(lane == 1, -1, 2).unsqueeze(1)).to(dtype)  # lane 1 meets negative curvature, lane 2 rests
-    args = v, r, p, hp, r.double().square().sum(1), lane != 2
+    least = (p * hp).double().sum(1) * torch.where(lane % 2 == 1, 1.5, 0.5).double()  # lane 1: above its curvature
+    args = v, r, p, hp, r.double().square().sum(1), lane != 2, least
     for i, pair in enumerate(zip(programs.cg_step(*args), _cg_step(*args), strict=True)):
         yield f"cg_step.{i}", *(t.to(dtype) if t.dtype == torch.float64 else t for t in pair)
 
@@ -93,7 +94,8 @@ def loads(blocks, size=16):
 
     InterpreterBuilder.create_masked_load, programs.BLOCK = counting, size
     vectors = [torch.ones(1, blocks * size) for _ in range(4)]
-    programs.cg_step(*vectors, torch.ones(1, dtype=torch.float64), torch.tensor([True]))
+    one = torch.ones(1, dtype=torch.float64)
+    programs.cg_step(*vectors, one, torch.tensor([True]), 0 * one)
     InterpreterBuilder.create_masked_load = load
     return counted[0]
 
@@ -105,8 +107,8 @@ DOUBLES = {  # arguments that have double precision in any case
     "_accumulate": (),
     "_square": ("out",),
     "_curvatures": ("parts",),
-    "_move": ("lengths", "curvatures", "rr"),
-    "_turn": ("new_rr", "lengths", "curvatures", "rr"),
+    "_move": ("lengths", "curvatures", "rr", "least"),
+    "_turn": ("new_rr", "lengths", "curvatures", "rr", "least"),
 }
 
 

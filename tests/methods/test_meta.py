@@ -1,5 +1,7 @@
 """MAML and its relatives against closed forms, autograd through the adaptation, and one another."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,6 +162,41 @@ def test_momentum_and_adam_are_differentiated_from_the_start(factory):
     got, x = problem.estimate(bo.MAML, lower_lr=0.05, lower_optimizer=factory), problem.x[0].detach()
     difference = (value(x + 1e-5 * direction) - value(x - 1e-5 * direction)) / 2e-5
     assert float((got * direction).sum()) == pytest.approx(float(difference), rel=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_adam_is_differentiated_where_a_feature_of_the_tasks_is_zero(compiled):
+    """Two tasks without their second feature, one with it: against central differences of torch's own steps."""
+    factory, direction = functools.partial(torch.optim.Adam, eps=1e-3), torch.tensor([0.5, -1.0, 0.7])
+    rows, targets = torch.randn(3, 8, 3), torch.randn(3, 8)
+    rows[:2, :, 1] = 0.0
+
+    def value(start):
+        total = 0.0
+        for row, target in zip(rows, targets, strict=True):
+            y = start.clone().requires_grad_()
+            inner = factory([y], lr=0.05)
+            for _ in range(3):
+                inner.zero_grad()
+                (row @ y - target).square().mean().backward()
+                inner.step()
+            total += ((row @ y - 2 * target).square().mean() + y[1]).item() / 3
+        return total
+
+    start = torch.randn(3)
+    x, y = start.clone().requires_grad_(), start.clone().requires_grad_()
+    optimizer = bo.MAML([x], [y], lr=0.0, lower_lr=0.05, lower_steps=3, lower_optimizer=factory)
+    if compiled:
+        optimizer.compile(backend="eager")
+    for _ in range(2):
+        optimizer.step(
+            lambda b: (b[0] @ y - 2 * b[1]).square().mean() + y[1],
+            lambda b: (b[0] @ y - b[1]).square().mean(),
+            tasks=bo.TensorTasks((rows, targets)),
+        )
+    assert "compile_fallback" not in optimizer.diagnostics
+    expected = (value(start + 1e-5 * direction) - value(start - 1e-5 * direction)) / 2e-5
+    assert float(x.grad @ direction) == pytest.approx(expected, rel=1e-6)
 
 
 def test_without_tasks_there_is_one():

@@ -212,7 +212,9 @@ class RTMLMC(BilevelOptimizer):
         return Contexts(sampler, count, seed, purpose=purpose, **rows)
 
     def _starts(self, oracle: Oracle, inputs: StepInputs, contexts: Contexts) -> Vector:
-        return starting_points(oracle.y, oracle.lower_names(), contexts.tasks, contexts.count, inputs.lower_init)
+        return starting_points(
+            oracle.y, oracle.lower_names(), contexts.tasks, contexts.count, inputs.lower_init
+        ).detach()
 
     def _estimate_contexts(
         self, contexts: Contexts, depths: list[int], mine: list[int], oracle: Oracle, inputs: StepInputs

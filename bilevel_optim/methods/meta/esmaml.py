@@ -6,6 +6,7 @@ from ...hypergradient import Estimate, full_zeroth_order
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.options import choice, count, fixed, number
 from ...optimizer.step import StepInputs
+from ...oracle.doors import DOORS
 from ...oracle.oracle import Oracle
 from ...oracle.smoothed import Smoothed
 from ...problem.objective import Loss, Objective
@@ -89,6 +90,7 @@ class ESMAML(Initialised, ZerothOrder):
         lower_optimizer="elementwise",
     )
 
+    _doors = DOORS
     difference: str = choice("forward", "central", default="central")
     warm_start: bool = fixed(default=False)
     lower_directions: int = count(default=0)

@@ -13,6 +13,7 @@ from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import InitVar, fixed, number
 from ...optimizer.step import StepInputs, replace
+from ...oracle.doors import START
 from ...oracle.oracle import Oracle
 from ...problem.objective import Loss, Objective
 from ...problem.vector import Vector, any_sharded
@@ -26,6 +27,7 @@ class Initialised(BilevelOptimizer):
     """Base class of the methods whose lower solves start from the last upper parameters, one for each lower one."""
 
     _responds = False  # y depends on x through its start, not only through the lower loss
+    _doors = frozenset((START,))  # lower_init has no effect
 
     def _initial(self, oracle: Oracle) -> Vector:
         """Return the upper tensors from which the lower ones start."""
@@ -60,7 +62,7 @@ class Initialised(BilevelOptimizer):
         start = Vector(
             s.expand_as(t).to(t.dtype, copy=True) for s, t in zip(self._initial(oracle), oracle.y, strict=True)
         )
-        return oracle.at(lower=start), replace(inputs, solver=None)
+        return oracle.at(lower=start), replace(inputs, solver=None, start=None)
 
     def _through_start(self, oracle: Oracle, estimate: Estimate, derivative: Vector) -> Estimate:
         """Return the estimate with the derivative in the initial point added."""
@@ -135,6 +137,8 @@ class MAML(Initialised, ITD):
         initial=True,
         lower_optimizer="differentiable",
     )
+
+    _doors = ITD._doors
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Backpropagate through adaptation from the initial point."""

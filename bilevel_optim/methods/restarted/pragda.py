@@ -99,7 +99,8 @@ class RAGDA(Accelerated, MinimaxOptimizer):
             return danskin(oracle, inputs.rule(oracle.y))
         sample, solve = oracle.f.draw(), partial(linear.cg, steps=self.linear_steps)
         # The right-hand side is the error of y, not a smooth function of x, so the last solution is no warm start.
-        return replace(implicit(oracle, solve, upper_sample=sample, lower_sample=sample.mapped(neg)), memory={})
+        own = {"upper_sample": sample, "lower_sample": sample.mapped(neg)}
+        return replace(implicit(oracle, solve, **own, check=self.check_finite), memory={})
 
 
 class PRAGDA(Perturbed, RAGDA):

@@ -140,8 +140,8 @@ class RAHGD(Accelerated):
         solve = partial(linear.cg, steps=self.linear_steps, tol=tol, atol=atol, damping=self.damping)
         first = oracle.y if self.linear_start == "y" else None
         if self.warm_start:
-            return implicit(oracle, solve, inputs.memory.get("linear_solution", first))
-        return replace(implicit(oracle, solve, first), memory={})
+            return implicit(oracle, solve, inputs.memory.get("linear_solution", first), check=self.check_finite)
+        return replace(implicit(oracle, solve, first, check=self.check_finite), memory={})
 
 
 class PRAHGD(Perturbed, RAHGD):

@@ -257,7 +257,8 @@ class Restarted(Optimizer):
         Before, it is the look-ahead point with the smallest gradient estimate so far (at first the parameters).
         """
         swapped = self._progress.swapped
-        return [(p if swapped else self.state[p].get("average", p)).detach().clone() for p in upper_tensors(self)]
+        found = [(p, p if swapped else self.state[p].get("average", p)) for p in upper_tensors(self)]
+        return [average.detach().to(p, copy=True) for p, average in found]
 
     @torch.no_grad()
     def swap_averaged(self) -> None:

@@ -11,6 +11,7 @@ from ...optimizer.base import BilevelOptimizer
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import choice, count, flag, number
 from ...optimizer.step import StepInputs
+from ...oracle.doors import DOORS, START, WatchedStart
 from ...oracle.lanes import local_problem
 from ...oracle.oracle import Oracle
 from ...problem.random import SEEDS
@@ -38,6 +39,7 @@ class ZerothOrder(BilevelOptimizer):
     warm_start: bool = flag(default=False)
 
     _difference_step = "smoothing"
+    _doors = DOORS
 
     def _random_inputs(self) -> dict[str, int]:
         """Return the range of the seed of the directions."""
@@ -80,5 +82,7 @@ class ZerothOrder(BilevelOptimizer):
                 )
             oracle, ranks = local_problem(oracle), inputs.ranks
         samples = [oracle.g.draw() for _ in range(self.lower_steps)]
-        paths = Paths(oracle, inputs.rule, samples, from_upper=from_upper)
+        again = isinstance(inputs.lower_init, WatchedStart) and START in oracle.session.doors and not from_upper
+        start = inputs.lower_init.again if again else None
+        paths = Paths(oracle, inputs.rule, samples, from_upper=from_upper, start=start)
         return estimator(oracle, paths, directions, central=self.difference == "central", ranks=ranks)

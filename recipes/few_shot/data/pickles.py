@@ -10,15 +10,18 @@ import numpy as np
 
 __all__ = ["labelled", "unpickled"]
 
-# Pickles name the functions that build their objects; numpy's arrays need only these.
-NUMPY = {"_reconstruct", "ndarray", "dtype", "scalar", "_frombuffer"}
+# Pickles name the functions that build their objects. These build arrays, in versions 1 and 2 of numpy.
+ARRAYS = {("numpy", "ndarray"), ("numpy", "dtype"), *(
+    (f"numpy.{core}.{module}", name) for core in ("core", "_core")
+    for module, name in (("multiarray", "_reconstruct"), ("multiarray", "scalar"), ("numeric", "_frombuffer"))
+)}  # fmt: skip
 PLAIN = {("_codecs", "encode"), ("collections", "OrderedDict"), ("copyreg", "_reconstructor"), ("builtins", "object"),
          ("builtins", "bytearray")}  # fmt: skip
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module.split(".")[0] == "numpy" and name in NUMPY) or (module, name) in PLAIN:
+        if (module, name) in ARRAYS | PLAIN:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it wants to call {module}.{name}")
 

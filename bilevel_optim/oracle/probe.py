@@ -1,0 +1,455 @@
+r"""Check of the derivatives that a step has used, against differences along one random direction.
+
+Torch returns wrong second derivatives of some operations without an error, and of a few even a wrong gradient. With a
+loss :math:`g`, a random unit vector :math:`v` and a step :math:`\epsilon`,
+
+.. math::
+    \nabla g^\top v \approx \frac{g(y + \epsilon v) - g(y - \epsilon v)}{2\epsilon}, \qquad
+    \nabla^2 g\, v \approx \frac{\nabla g(y + \epsilon v) - \nabla g(y - \epsilon v)}{2\epsilon}.
+
+If they disagree, a second difference, with a fourth of the step, shows how accurate differences are here. A derivative
+is wrong only if it is off by many times that, along three directions; kinks, noise and low precision leave it open.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import DerivativeError
+from ..problem.objective import Sample
+from ..problem.random import default_state, numbers_kept
+from ..problem.tasks import select
+from ..problem.vector import Vector, stack
+from .copies import Copies
+from .differentiable import UnchunkedCrossEntropy, custom_operations, has_jumps, has_kinks, products_of, working_unit
+from .lanes import LaneLoss, stacked
+from .oracle import Oracle
+from .session import Session
+
+__all__ = ["FIRST", "JOINT", "SECOND", "Judgement", "check_derivatives", "compare"]
+
+# Derivatives of the losses that methods of each kind take: of which loss, in which variables.
+FIRST = frozenset({"upper x", "upper y", "lower y"})
+JOINT = FIRST | {"lower x"}
+SECOND = FIRST | {"lower yy", "lower xy"}
+
+COARSE = 1e-4  # rounding unit of types that are too coarse for differences
+SMALLER = 0.25  # factor of the second step
+CLEAR = 30.0  # a derivative is wrong if it is off by so many times the error of the differences
+CLEAR_OF_HIDDEN = 100.0  # the same for a loss with operations of unknown contents, which may have kinks
+CLEAR_OF_KINKS = 1000.0  # the same for a loss with kinks; of n kinks crossed, the two differences share about sqrt(n)
+LANE_ROUNDING = 1e4  # rounding units that evaluations under vmap may differ by
+SEEDS = (1, 2, 3)
+SHIFT = 0.03  # relative distance from the point of the step at which derivatives are compared
+
+NAMES = {
+    "x": "{}'s gradient in x, compared with differences of values,",
+    "y": "{}'s gradient in y, compared with differences of values,",
+    "yy": "{}'s second derivative in y, compared with differences of gradients,",
+    "xy": "{}'s second derivative in x and y, compared with differences of gradients,",
+    "lanes": "{}'s evaluation under torch.func.vmap, compared with a plain one,",
+}
+
+
+NO_REMEDY = (
+    "No option of the optimizer helps: write the loss with other operations of torch (plain Python instead of control "
+    "flow operators), and look in it for .detach(), .item(), .data, torch.no_grad() and custom backwards"
+)
+
+
+class Judgement(NamedTuple):
+    """Outcome of a comparison: ``"right"``, ``"wrong"`` or ``"unknown"``, and the relative error."""
+
+    outcome: str
+    error: float
+
+
+def compare(
+    claimed: Vector,
+    difference: Callable[[float], Vector],
+    *,
+    size: float,
+    noise: float,
+    tolerance: float,
+    clear: float = CLEAR,
+) -> Judgement:
+    """Compare a derivative along a direction with differences.
+
+    Args:
+        claimed: the derivative.
+        difference: returns a central difference, for a factor of the usual step.
+        size: typical size of derivatives here, to which errors are relative if it is larger than the derivative.
+        noise: rounding error of a difference with the usual step.
+        tolerance: relative error that does not matter.
+        clear: a derivative is wrong if it is off by so many times the error of the differences.
+    """
+    usual = difference(1.0)
+    scale = max(float(claimed.norm()), float(usual.norm()), size)
+    error = float((claimed - usual).norm())
+    if not math.isfinite(scale + error):
+        return Judgement("unknown", math.nan)
+    if error <= tolerance * scale:
+        return Judgement("right", error / scale if scale else 0.0)
+    smaller = difference(SMALLER)
+    error = min(error, float((claimed - smaller).norm()))  # the benefit of the doubt
+    own = max(float((usual - smaller).norm()), noise / SMALLER)
+    if not math.isfinite(error + own):
+        return Judgement("unknown", math.nan)
+    if error <= tolerance * scale:
+        return Judgement("right", error / scale)
+    return Judgement("wrong" if error > clear * own else "unknown", error / scale)
+
+
+def check_derivatives(session: Session, concerns: frozenset[str]) -> str:
+    """Raise `DerivativeError` if a derivative is wrong at the evaluations noted in the session; return what is open.
+
+    The losses are evaluated with the random numbers of the noted samples. Nothing is counted, and random states and
+    module buffers are as before.
+
+    Args:
+        session: the session of a step; ``session.used`` has a point and a sample for each loss.
+        concerns: the derivatives that the method takes.
+    """
+    used, session.used = session.used or {}, None
+    opened: list[str] = []
+    for level in ("lower", "upper"):
+        if level not in used:
+            continue
+        oracle, sample = used[level]
+        called = session.called(level)
+        if oracle.sharded:
+            opened.append(f"{called} not checked: its parameters are sharded")
+            continue
+        with numbers_kept(oracle.device):
+            opened += _LossCheck(level, oracle, sample, session).open(concerns)
+    return "; ".join(opened)
+
+
+class _LossCheck:
+    """The derivatives of one loss at one point, on one sample.
+
+    Args:
+        level: ``"upper"`` or ``"lower"``.
+        oracle: the point.
+        sample: the sample; of several parts, the first.
+        session: the session of the step.
+    """
+
+    def __init__(self, level: str, oracle: Oracle, sample: Sample, session: Session) -> None:
+        self.level, self.session, self.called = level, session, session.called(level)
+        self.oracle = _apart(oracle, session)
+        one = sample if sample.parts is None else sample.parts[0]
+        self.sample = one.wrapped(_itself)
+        self.sample.once = False
+        self.x, self.y = self.oracle.x, self.oracle.y
+
+    def open(self, concerns: frozenset[str]) -> list[str]:
+        """Raise if a derivative is wrong; return what could not be decided, with the reason."""
+        unit = max(working_unit(t) for t in (*self.x, *self.y))
+        if unit > COARSE:
+            return [f"{self.called} not checked: the precision is too low for differences"]
+        try:
+            self._place()
+            self.unit = max(working_unit(t, self.products) for t in (*self.x, *self.y))
+            if self.unit > COARSE:
+                return [f"{self.called} not checked: the precision is too low for differences (TF32)"]
+            found = self._compared(concerns, SEEDS[0])
+            wrong = {which for which, one in found.items() if one.outcome == "wrong"}
+            for seed in SEEDS[1:] if wrong else ():
+                again = self._compared(concerns, seed)
+                wrong &= {which for which, one in again.items() if one.outcome == "wrong"}
+            doubtful = wrong or any(one.outcome == "unknown" for one in found.values())
+            if doubtful and not self._repeats():
+                return [f"{self.called} not checked: it returns another value each time"]
+        except Exception as error:
+            return [f"{self.called} not checked: {type(error).__name__}: {str(error).strip()}".splitlines()[0]]
+        if wrong:
+            which = min(wrong, key=ORDER.index)
+            raise self._error(which, found[which].error)
+        opened = [which for which, one in found.items() if one.outcome != "right"]
+        return [f"{NAMES[which].format(self.called)} not decided: {self._why(which)}" for which in opened]
+
+    # ------------------------------------------------------------------------------------------------ evaluations
+
+    def _place(self) -> None:
+        """Move the point a little, as faults may not show where a gradient is zero; not to undefined values."""
+        here = self.oracle
+        x, y = (t + _direction(t, 0) * (SHIFT * max(1.0, float(t.norm()))) for t in (here.x, here.y))
+        try:
+            self._look(here.at(x, y))
+        except Exception:
+            self.value = math.nan
+        if not math.isfinite(self.value):
+            self._look(here)
+
+    def _look(self, oracle: Oracle) -> None:
+        """Evaluate at this point; note facts about the graph of the loss, and whether it draws random numbers."""
+        self.oracle, self.x, self.y = oracle, oracle.x, oracle.y
+        again = Sample(self.sample.loss, self.sample.arguments)
+        again.features = (
+            None if self.sample.features is None else Sample(self.sample.features.loss, self.sample.arguments)
+        )
+        before = default_state(oracle.device)
+        with oracle.session.buffers_kept(), oracle.placed():
+            loss = oracle.value(self.level, again)
+        self.value = float(loss.detach())
+        self.draws = not all(map(torch.equal, before, default_state(oracle.device)))
+        self.products, self.operations = products_of(loss), custom_operations(loss)
+        self.kinks = has_kinks(loss) or has_jumps(loss)
+
+    def _repeats(self) -> bool:
+        return all(self._value() == self._value() for _ in range(3))
+
+    def _value(self, x: Vector | None = None, y: Vector | None = None) -> float:
+        point = self.oracle.at(x, y)
+        with point.session.buffers_kept(), point.placed():
+            return float(point.value(self.level, self.sample).detach().double())
+
+    def _gradient(self, x: Vector, y: Vector) -> tuple[float, Vector]:
+        """Return the value of the lower loss and its gradient in y."""
+        loss, gradient = self.oracle.at(x, y).lower(self.sample)
+        return float(loss), gradient
+
+    # ------------------------------------------------------------------------------------------------ comparisons
+
+    def _compared(self, concerns: frozenset[str], seed: int, copies: bool = False) -> dict[str, Judgement]:
+        """Return the outcome for each derivative of this loss that matters, along directions of this seed.
+
+        ``copies``: compare copies under vmap, even if the step has made none.
+        """
+        along_x, along_y = (_direction(like, seed) for like in (self.x, self.y))
+        concerns = frozenset(which for which in concerns if which.startswith(self.level))
+        found: dict[str, Judgement] = {}
+        if concerns & {"lower yy", "lower xy"}:
+            with self.oracle.lower_system(self.sample) as system:
+                (cross, product), in_y = system.both(along_y), system.gradient
+            ends = functools.cache(partial(self._ends, along_y))
+            found |= self._slopes(concerns & {"lower y"}, Vector(()), in_y, along_x, along_y, ends)
+            if "lower yy" in concerns:
+                found["yy"] = self._product(product, in_y, ends)
+            if "lower xy" in concerns:
+                found["xy"] = self._cross(cross, in_y, along_x, along_y)
+            concerns = concerns & {"lower x"}
+        vmapped = self._vmapped(copies)
+        if concerns or vmapped:
+            evaluate = self.oracle.upper if self.level == "upper" else self.oracle.lower_jointly
+            _, in_x, in_y = evaluate(self.sample)
+            found |= self._slopes(concerns, in_x, in_y, along_x, along_y)
+            if vmapped:
+                found["lanes"] = self._lanes(in_x, in_y)
+        return found
+
+    def _ends(self, along: Vector, step: float) -> list[tuple[float, Vector]]:
+        """Return the values and gradients of the lower loss at both ends of a difference over y."""
+        return [self._gradient(self.x, self.y + along * t) for t in (step, -step)]
+
+    def _slopes(
+        self,
+        which: frozenset[str],
+        in_x: Vector,
+        in_y: Vector,
+        along_x: Vector,
+        along_y: Vector,
+        ends: Callable[[float], list[tuple[float, Vector]]] | None = None,
+    ) -> dict[str, Judgement]:
+        """Compare gradients with differences of values, which ``ends`` has for those over y."""
+        found: dict[str, Judgement] = {}
+        for name, at, along, gradient in (("x", self.x, along_x, in_x), ("y", self.y, along_y, in_y)):
+            if f"{self.level} {name}" not in which:
+                continue
+
+            def difference(e: float, name: str = name, at: Vector = at, along: Vector = along) -> Vector:
+                if ends is not None:
+                    above, below = (value for value, _ in ends(e))
+                elif name == "x":
+                    above, below = (self._value(x=at + along * t) for t in (e, -e))
+                else:
+                    above, below = (self._value(y=at + along * t) for t in (e, -e))
+                return _number((above - below) / (2 * e))
+
+            found[name] = self._judged(_number(float(along.dot(gradient))), difference, at, gradient, abs(self.value))
+        return found
+
+    def _product(
+        self, product: Vector, gradient: Vector, ends: Callable[[float], list[tuple[float, Vector]]]
+    ) -> Judgement:
+        """Compare a Hessian-vector product with differences of gradients."""
+
+        def difference(e: float) -> Vector:
+            (_, above), (_, below) = ends(e)
+            return (above - below) * (0.5 / e)
+
+        return self._judged(product, difference, self.y, product, float(gradient.norm()), self._clear())
+
+    def _cross(self, product: Vector, gradient: Vector, along_x: Vector, along_y: Vector) -> Judgement:
+        """Compare a cross product, along a direction in x, with differences over x of the gradient in y."""
+
+        def difference(e: float) -> Vector:
+            above, below = (self._gradient(self.x + along_x * t, self.y)[1] for t in (e, -e))
+            return _number(float(along_y.dot(above - below)) / (2 * e))
+
+        claimed = _number(float(along_x.dot(product)))
+        return self._judged(claimed, difference, self.x, product, float(gradient.norm()), self._clear())
+
+    def _judged(
+        self,
+        claimed: Vector,
+        difference: Callable[[float], Vector],
+        at: Vector,
+        vector: Vector,
+        size: float,
+        clear: float = CLEAR,
+    ) -> Judgement:
+        """Compare a derivative with differences over steps; ``vector`` has all entries, ``size`` is what differs."""
+        step = self.unit ** (1 / 3) * max(1.0, float(at.norm()))
+        return compare(
+            claimed,
+            lambda factor: difference(step * factor),
+            size=float(vector.norm()) / math.sqrt(sum(t.numel() for t in vector)),
+            noise=4 * self.unit * size / step,
+            tolerance=self._tolerance,
+            clear=clear,
+        )
+
+    def _vmapped(self, copies: bool) -> bool:
+        """Return True if the step has evaluated copies or tasks under vmap, so that these are compared."""
+        found = self.session.found
+        if found.fallback is not None:
+            return False
+        if isinstance(self.sample.loss, LaneLoss):
+            return f"{self.level} tasks" in found.vmapped and self.oracle.lanes != 1
+        return copies or f"{self.level} copies" in found.vmapped
+
+    def _lanes(self, in_x: Vector, in_y: Vector) -> Judgement:
+        """Compare evaluations under vmap with plain ones."""
+        if isinstance(self.sample.loss, LaneLoss):
+            pairs = list(zip(*(self._first_tasks(self.sample.loss, way) for way in (True, False)), strict=True))
+        else:
+            other = self.y + _direction(self.y, SEEDS[0]) * SHIFT
+            points = Copies(self.oracle, stack([self.y, other]))
+            (values,), of_y = points.lower_slopes((self.level, self.sample, [1.0, 1.0]))
+            _, of_x = points.upper_slope((self.level, self.sample, [1.0, 0.0]))
+            value = float(values[0])
+            pairs = [(_number(value), _number(self._value())), (of_y.lane(0), in_y), (of_x, in_x)]
+        scales = [max(float(a.norm()), float(b.norm())) for a, b in pairs]
+        least = LANE_ROUNDING * self.unit * max(scales)
+        error = max(
+            [
+                apart / scale
+                for (a, b), scale in zip(pairs, scales, strict=True)
+                if (apart := float((a - b).norm())) > least
+            ],
+            default=0.0,
+        )
+        if error <= self._tolerance:
+            return Judgement("right", error)
+        return Judgement("unknown" if self.draws or not math.isfinite(error) else "wrong", error)
+
+    def _first_tasks(self, loss: LaneLoss, vectorize: bool) -> tuple[Vector, Vector, Vector]:
+        """Return value and gradients of the sum of the first two tasks' losses, under vmap or one by one."""
+        base = _apart(loss.oracle, self.session)
+        base.session.options = replace(base.session.options, vectorize=vectorize)
+        x = None if len(loss.leaves) == len(self.y) else Vector(t[:2] for t in self.x)
+        few = stacked(base, Vector(t[:2] for t in self.y), x=x, shared_rng=loss.shared_rng)
+        batch = select(self.sample.arguments[0], slice(0, 2))
+        if self.level == "upper":
+            value, in_x, in_y = few.upper(few.f.sample(batch))
+        else:
+            value, in_x, in_y = few.lower_jointly(few.g.sample(batch))
+        return Vector([value]), in_x, in_y
+
+    @property
+    def _tolerance(self) -> float:
+        return 1e-3 if self.unit < 1e-12 else 1e-2
+
+    def _clear(self) -> float:
+        return CLEAR_OF_KINKS if self.kinks else CLEAR_OF_HIDDEN if self.operations else CLEAR
+
+    # ------------------------------------------------------------------------------------------------ messages
+
+    def _why(self, which: str) -> str:
+        if which == "lanes":
+            return "the loss draws random numbers, which differ under vmap"
+        if self.kinks and which not in ("x", "y"):
+            return "kinks (ReLU, max, abs) are within reach of the differences"
+        return "rounding or kinks are within reach of the differences"
+
+    def _error(self, which: str, error: float) -> DerivativeError:
+        """Return the error about a wrong derivative, with remedies that are right when tried."""
+        tried = self._remedies(which)
+        remedy = f"Tried here and found right: {', or '.join(tried)}" if tried else NO_REMEDY
+        return DerivativeError(NAMES[which].format(self.called), error, ", ".join(self.operations), remedy)
+
+    def _remedies(self, which: str) -> list[str]:
+        """Return what to do instead, of that which is right when tried."""
+        lanes = isinstance(self.sample.loss, LaneLoss)
+        tried: list[tuple[str, Callable[[], bool]]] = []
+        if any("linear_cross_entropy" in name for name in self.operations):
+            tried.append(("F.linear_cross_entropy without options=", partial(self._is_right_unchunked, which)))
+        if which == "lanes":
+            tried.append(("vectorize=False", partial(self._are_right, "x", "y")))
+        elif which in ("yy", "xy"):
+            tried.append(("hvp='finite-difference'", self._are_differences_right))
+            if not lanes:
+                tried.append(("F2SA", partial(self._are_right, "x", "y", "lanes")))
+                if not self._are_right("lanes"):
+                    tried[-1] = ("F2SA with vectorize=False", partial(self._are_right, "x", "y"))
+        return [name for name, test in tried if test()]
+
+    def _are_right(self, *names: str) -> bool:
+        """Return True if derivatives of first order are right, with copies under vmap if ``names`` include lanes."""
+        found = self._compared(frozenset(f"{self.level} {name}" for name in names), SEEDS[0], "lanes" in names)
+        return all(found[name].outcome == "right" for name in names if name in found)
+
+    def _are_differences_right(self) -> bool:
+        """Return True if products from differences of gradients are right, judged by the gradients' own derivative."""
+        if self.kinks:
+            return False
+        options = self.oracle.session.options
+        self.oracle.session.options = replace(options, hvp="finite-difference")
+        try:
+            found = self._compared(frozenset({"lower y", "lower x", "lower yy", "lower xy"}), SEEDS[0], False)
+            return all(one.outcome == "right" for one in found.values())
+        finally:
+            self.oracle.session.options = options
+
+    def _is_right_unchunked(self, which: str) -> bool:
+        """Return True if the derivative is right without chunks in the cross entropy."""
+        with UnchunkedCrossEntropy():
+            found = self._compared(frozenset({f"{self.level} {which}"}), SEEDS[0], which == "lanes")
+        return found[which].outcome == "right"
+
+
+ORDER = ("y", "x", "lanes", "yy", "xy")  # a wrong gradient is the cause of wrong products
+
+
+def _apart(oracle: Oracle, session: Session) -> Oracle:
+    """Return an oracle at the same point with bookkeeping of its own, whose ranks do not wait for each other."""
+    other = oracle.at()
+    options = replace(session.options, hvp="exact")
+    other.session = Session.for_step(options, session.found, session.buffers, session.warned)
+    other.checks, other.shared, other._features = other.session.checks, False, {}
+    return other
+
+
+def _direction(like: Sequence[Tensor], seed: int) -> Vector:
+    """Return a random unit vector from a generator of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = Vector(torch.randn(t.shape, generator=generator, device="cpu").to(t) for t in like)
+    return normal * float(1 / normal.norm())
+
+
+def _number(value: float) -> Vector:
+    return Vector([torch.tensor([value], dtype=torch.float64, device="cpu")])
+
+
+def _itself(loss: Callable[..., object]) -> Callable[..., object]:
+    return loss

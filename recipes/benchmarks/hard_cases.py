@@ -1,0 +1,193 @@
+r"""Hard numerical cases: is a hypergradient at default settings right, refused, warned of, or silently wrong?
+
+    python -m recipes.benchmarks.hard_cases --page docs/hard_cases.md --out docs/records
+
+Every method runs with its defaults on every case of `recipes.problems.hard`, and the case's own reference judges it.
+Methods with random numbers are judged by the mean of 16 estimates, within three standard errors. SOBA, which makes one
+step per call, is judged after 100 calls.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bilevel_optim as bo
+
+from ..common import Parser, progress, save, show
+from ..common.seeds import begin
+from ..problems.hard import CASES, Case
+
+VERDICTS = {
+    "right": "within the tolerance of the case (1 %, unless it says more), without a warning",
+    "false alarm": "within the tolerance, but with a warning",
+    "warned": "wrong, with a warning",
+    "refused": "an error instead of a number",
+    "shown": "wrong, without a warning, but `linear_relative_residual` in `metrics()` is above 0.03",
+    "silent": "wrong, without a word; where there is no right value, any number without a word",
+}
+METHODS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "AID": ("AID", {}),
+    "AID, 100 products": ("AID", {"linear_steps": 100}),
+    "AID, minres": ("AID", {"linear_solver": "minres"}),
+    "AID, minres, 100": ("AID", {"linear_solver": "minres", "linear_steps": 100}),
+    "AID, auto, 100": ("AID", {"linear_solver": "auto", "linear_steps": 100}),
+    "AID, direct": ("AID", {"linear_solver": "direct"}),
+    "AID, neumann": ("AID", {"linear_solver": "neumann"}),
+    "AID, fixed point": ("AID", {"linear_solver": "fixed_point"}),
+    "AID, differences": ("AID", {"hvp": "finite-difference"}),
+    "ITD": ("ITD", {}),
+    "F2SA, order 1": ("F2SA", {"order": 1}),
+    "F2SA, order 2": ("F2SA", {"order": 2}),
+    "F2SA, order 4": ("F2SA", {"order": 4}),
+    "PZOBO": ("PZOBO", {}),
+    "SOBA": ("SOBA", {}),
+    "StocBiO": ("StocBiO", {}),
+    "BSA": ("BSA", {}),
+    "RTMLMC": ("RTMLMC", {}),
+}
+RANDOM = ("BSA", "PZOBO", "RTMLMC")
+DRAWS, SINGLE_LOOP, UNSOLVED = 16, 100, 0.03
+HEADER = (
+    "# Hard cases",
+    "",
+    "Small problems on which a confident guess goes wrong, and what each method does there at its default settings. In",
+    "brackets: the relative error. The references are closed forms, dense matrices in double precision, or differences",
+    "of the procedure. `python -m recipes.benchmarks.hard_cases` makes this page.",
+)
+Cell = dict[str, Any]
+
+
+class Alone:
+    """A sampler with one lower problem, for methods that take tasks only."""
+
+    def sample(self, n: int, generator: torch.Generator) -> torch.Tensor:
+        return torch.zeros(n, dtype=torch.long)
+
+    def lower(self, tasks: torch.Tensor, n: int | None, generator: torch.Generator) -> torch.Tensor:
+        return torch.zeros(len(tasks), n or 1)
+
+    upper = lower
+
+
+def judge(case: Case, name: str, options: Mapping[str, Any]) -> Cell:
+    """Return the verdict, the relative error, and the first words of what the library said."""
+    x, y = (t.to(case.dtype).clone().requires_grad_() for t in (case.x, case.y))
+    options = {**case.options, **options}
+    if name == "RTMLMC":
+        # The one method without a measured rate: a user gives 1 / L.
+        curvature = torch.linalg.eigvalsh(torch.func.hessian(case.g, argnums=1)(case.x, case.y)).abs().max()
+        options.setdefault("lower_lr", 0.5 / float(curvature))
+    elif name != "SOBA":
+        options.setdefault("lower_steps", case.steps)
+    tasks = Alone() if name == "RTMLMC" else None
+
+    def loss(of: Any) -> Any:
+        return (lambda _: of(x, y)) if tasks else (lambda: of(x, y))
+
+    upper, lower = loss(case.f), loss(case.g)
+    calls = DRAWS if name in RANDOM else SINGLE_LOOP if name == "SOBA" else case.calls
+    begin(0, "run")
+    estimates = list[torch.Tensor]()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            optimizer = getattr(bo, name)([x], [y], lr=1.0, generator=torch.Generator().manual_seed(0), **options)
+            for _ in range(calls):
+                optimizer.backward(upper, lower, tasks=tasks)
+                assert x.grad is not None
+                estimates.append(x.grad.to(case.x, copy=True))
+            shown = optimizer.metrics().get("linear_relative_residual", 0.0)
+        except (ValueError, ArithmeticError, RuntimeError) as refusal:
+            return {"verdict": "refused", "error": None, "said": f"{type(refusal).__name__}: {refusal}"[:200]}
+    words = [str(w.message) for w in said if issubclass(w.category, bo.BilevelWarning)]
+    cell: Cell = {"error": None, "said": " | ".join(w[:200] for w in words)}
+    good = False
+    if case.right is not None:
+        size, drawn = case.right.norm(), torch.stack(estimates if name in RANDOM else estimates[-1:])
+        cell["error"] = float((drawn.mean(0) - case.right).norm() / size)
+        tolerance = case.tolerance
+        if name in RANDOM:
+            cell["deviation"] = float((drawn - drawn.mean(0)).square().sum(1).mean().sqrt() / size)
+            tolerance += 3 * cell["deviation"] / math.sqrt(len(drawn))
+        good = cell["error"] <= tolerance
+    if good or words:
+        verdict = ("false alarm" if words else "right") if good else "warned"
+    elif verdict := "shown" if shown > UNSOLVED else "":
+        cell["said"] = f"linear_relative_residual {shown:.2g}"
+    return {"verdict": verdict or "silent", **cell}
+
+
+def page(numbers: Mapping[str, Any]) -> str:
+    """Return the page of the site."""
+    results, environment = numbers["results"], numbers["environment"]
+    counts = Counter(cell["verdict"] for row in results.values() for cell in row.values())
+    seconds = f"{numbers['seconds']:.0f} processor seconds"
+    made = f"{sum(counts.values())} estimates with torch {environment['torch']}, in {seconds}:"
+    lines = [
+        *HEADER, "", made, "",
+        "| verdict | estimates | it means |", "|---|---|---|",
+        *(f"| {v} | {counts[v]} | {meaning} |" for v, meaning in VERDICTS.items()), "",
+    ]  # fmt: skip
+    for case, row in results.items():
+        doc = numbers["texts"][case]
+        lines += [f"## {case[0].upper()}{case[1:]}", "", *([doc, ""] if doc else [])]
+        for verdict in VERDICTS:
+            cells = {m: cell for m, cell in row.items() if cell["verdict"] == verdict}
+            if cells:
+                shown = ", ".join(_short(name, cell) for name, cell in cells.items())
+                said = sorted({_first(cell["said"]) for cell in cells.values() if cell["said"] and verdict != "shown"})
+                lines.append(f"* **{verdict}**: {shown}." + "".join(f" *{text}*" for text in said))
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _short(method: str, cell: Cell) -> str:
+    error = "" if cell["error"] is None else f"{cell['error']:.1e}"
+    noise = f", one estimate deviates by {cell['deviation']:.1e}" if "deviation" in cell else ""
+    return f"{method}{f' ({error}{noise})' if error else ''}"
+
+
+def _first(said: str) -> str:
+    """Return the first words of a message."""
+    words = said.split(" | ")[0].split()
+    return " ".join(words[:16]) + (" ..." if len(words) > 16 else "")
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Judge, print the counts, and write the numbers and the page."""
+    parser = Parser(__doc__, threads=1)
+    parser.option("cases", [*CASES], "cases", choices=[*CASES], metavar="CASE")
+    parser.option("methods", [*METHODS], "methods", choices=[*METHODS], metavar="METHOD")
+    parser.add_argument("--page", type=Path, help="page of the site to write")
+    args = parser.parse(arguments)
+    results: dict[str, dict[str, Cell]] = {}
+    texts: dict[str, str] = {}
+    began = time.process_time()
+    for name in progress(args.cases, "cases"):
+        case = CASES[name].make()
+        texts[name] = CASES[name].text
+        methods = case.methods or {method: METHODS[method] for method in args.methods}
+        results[name] = {method: judge(case, *chosen) for method, chosen in methods.items()}
+    seconds = time.process_time() - began
+    rows = []
+    for name, row in results.items():
+        counts = Counter(cell["verdict"] for cell in row.values())
+        silent = ", ".join(method for method, cell in row.items() if cell["verdict"] == "silent")
+        rows.append([name, *(counts[v] for v in VERDICTS), silent])
+    show(f"verdicts; {seconds:.0f} processor seconds", ["case", *VERDICTS, "silent"], rows)
+    numbers = save(args, args.out / "hard_cases", {"seconds": seconds, "texts": texts, "results": results})
+    if args.page is not None:
+        args.page.write_text(page(numbers))
+    return numbers
+
+
+if __name__ == "__main__":
+    main()

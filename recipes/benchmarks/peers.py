@@ -1,0 +1,484 @@
+r"""Hypergradients of other libraries on six problems with closed forms.
+
+    python -m recipes.benchmarks.peers --page docs/peers.md      # in an environment with the libraries to compare
+
+Each library solves the problem and differentiates the solution in the way that its documentation shows, in double
+precision. Libraries that are not installed are left out.
+
+    quadratic          g = y'Ay / 2 - y'x,                                     f = |y - t|^2 / 2 in all six
+    ridge weights      g = mean(e^x (Ay - b)^2) / 2 + 0.05 |y|^2               x: a log weight for each example
+    over-parametrised  g = mean((Ay - x)^2) / 2, more unknowns than examples   the least solution, from y = 0
+    early stopped      five gradient steps of the first, from y = 0            the derivative of these steps
+    constrained        g = |y - x|^2 / 2 on the probability simplex            a projection
+    sparse             g = |y - b|^2 / 2 + sum_j e^(x_j) |y_j|                 soft thresholds
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import io
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import bilevel_optim as bo
+
+from ..common import Parser, save, show
+from ..common.seeds import stream
+from ..problems.hard import dense
+
+PROBLEMS = ("quadratic", "ridge weights", "over-parametrised", "early stopped", "constrained", "sparse")
+SMOOTH = PROBLEMS[:3]
+STEPS, RATE, EARLY, RIDGE = 500, 0.3, 5, 0.1
+TOLERANCE = 1e-4
+
+
+def normal(*shape: int, name: str) -> Tensor:
+    return torch.randn(*shape, generator=stream(0, name), dtype=torch.float64)
+
+
+TARGET = normal(6, name="target")
+BASIS = torch.linalg.qr(normal(6, 6, name="basis"))[0]
+MATRIX = BASIS @ torch.diag(torch.linspace(0.5, 2.0, 6, dtype=torch.float64)) @ BASIS.T
+TALL, TALL_TARGET = normal(12, 6, name="tall"), normal(12, name="tall target")
+WIDE = normal(3, 6, name="wide")
+SPARSE = torch.tensor([2.0, -1.5, 0.3, -0.2, 1.1, 0.05], dtype=torch.float64)
+POINT = {
+    "quadratic": normal(6, name="x"),
+    "ridge weights": 0.3 * normal(12, name="log weights"),
+    "over-parametrised": normal(3, name="targets"),
+    "early stopped": normal(6, name="x"),
+    "constrained": torch.tensor([0.7, 0.4, -0.3, 0.2, -1.0, -0.1], dtype=torch.float64),
+    "sparse": torch.full((6,), -0.9, dtype=torch.float64),
+}
+
+
+def upper(x: Any, y: Any, target: Any = TARGET) -> Any:
+    """Return f; torch and JAX alike."""
+    return ((y - target) ** 2).sum() / 2
+
+
+def lower(
+    problem: str, x: Any, y: Any, exp: Callable[[Any], Any] = torch.exp, to: Callable[[Any], Any] = lambda t: t
+) -> Any:
+    """Return g of a smooth problem; torch and JAX alike (`to` converts the data)."""
+    if problem == "ridge weights":
+        return (exp(x) * (to(TALL) @ y - to(TALL_TARGET)) ** 2).mean() / 2 + RIDGE / 2 * (y**2).sum()
+    if problem == "over-parametrised":
+        return ((to(WIDE) @ y - x) ** 2).mean() / 2
+    return y @ to(MATRIX) @ y / 2 - y @ x
+
+
+def right(problem: str) -> Tensor:
+    """Return the closed form."""
+    x = POINT[problem]
+    if problem == "quadratic":
+        return torch.linalg.solve(MATRIX, torch.linalg.solve(MATRIX, x) - TARGET)
+    if problem == "ridge weights":
+        weights = x.exp() / 12
+        inverse = torch.linalg.inv(TALL.T @ (weights[:, None] * TALL) + RIDGE * torch.eye(6, dtype=torch.float64))
+        y = inverse @ TALL.T @ (weights * TALL_TARGET)
+        return -weights * (TALL @ y - TALL_TARGET) * (TALL @ (inverse @ (y - TARGET)))
+    if problem == "over-parametrised":
+        inverse = torch.linalg.pinv(WIDE)
+        return inverse.T @ (inverse @ x - TARGET)
+    if problem == "early stopped":
+        decay = torch.matrix_power(torch.eye(6, dtype=torch.float64) - RATE * MATRIX, EARLY)
+        response = torch.linalg.solve(MATRIX, torch.eye(6, dtype=torch.float64) - decay)
+        return response @ (response @ x - TARGET)
+    if problem == "constrained":
+        y = simplex(x)
+        residual, support = y - TARGET, y > 0
+        return torch.where(support, residual - residual[support].mean(), 0.0)
+    y = SPARSE.sign() * (SPARSE.abs() - x.exp()).clamp_min(0)
+    return torch.where(y != 0, -SPARSE.sign() * x.exp() * (y - TARGET), 0.0)
+
+
+def simplex(z: Tensor) -> Tensor:
+    """Project onto the probability simplex."""
+    ordered = z.sort(descending=True).values
+    excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(z) + 1)
+    return (z - excess[(ordered > excess).sum() - 1]).clamp_min(0)
+
+
+def start(problem: str) -> tuple[Tensor, Tensor]:
+    return POINT[problem].clone().requires_grad_(), torch.zeros(6, dtype=torch.float64, requires_grad=True)
+
+
+def gradient(problem: str, solution: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the gradient of f through a differentiable solution."""
+    x, _ = start(problem)
+    return torch.autograd.grad(upper(x, solution(x)), x)[0]
+
+
+class Unsupported(Exception):
+    """The library has no way to pose the problem."""
+
+
+def only(problem: str, *known: str) -> None:
+    if problem not in known:
+        raise Unsupported
+
+
+def descended(problem: str, x: Tensor, steps: int = STEPS) -> Tensor:
+    """Return y after gradient steps, without a graph."""
+    y = torch.zeros(6, dtype=torch.float64)
+    for _ in range(steps):
+        y = y - RATE * torch.func.grad(lambda z: lower(problem, x.detach(), z))(y)
+    return y
+
+
+def ours_aid(problem: str) -> Tensor:
+    only(problem, *SMOOTH)
+    x, y = start(problem)
+    bo.AID([x], [y], lr=1.0, lower_lr=RATE, lower_steps=STEPS).backward(
+        lambda: upper(x, y), lambda: lower(problem, x, y)
+    )
+    assert x.grad is not None
+    return x.grad
+
+
+def ours_minres(problem: str) -> Tensor:
+    only(problem, *SMOOTH)
+    x, y = start(problem)
+    options: dict[str, Any] = {"lr": 1.0, "lower_lr": RATE, "lower_steps": STEPS, "linear_solver": "minres"}
+    bo.AID([x], [y], **options).backward(lambda: upper(x, y), lambda: lower(problem, x, y))
+    assert x.grad is not None
+    return x.grad
+
+
+def ours_solve(problem: str) -> Tensor:
+    only(problem, *SMOOTH)
+    zero = torch.zeros(6, dtype=torch.float64)
+    return gradient(problem, lambda x: bo.solve(lambda x, y: lower(problem, x, y), x, zero))
+
+
+def ours_itd(problem: str) -> Tensor:
+    only(problem, *PROBLEMS[:5])
+    x, y = start(problem)
+    options: dict[str, Any] = {
+        "lr": 1.0,
+        "lower_lr": RATE,
+        "lower_steps": EARLY if problem == "early stopped" else STEPS,
+    }
+    if problem == "constrained":
+        options["lower_projection"] = lambda values: [simplex(v) for v in values]
+    g = (lambda: (y - x).square().sum() / 2) if problem == "constrained" else (lambda: lower(problem, x, y))
+    bo.ITD([x], [y], **options).backward(lambda: upper(x, y), g)
+    assert x.grad is not None
+    return x.grad
+
+
+def torchopt_root(problem: str) -> Tensor:
+    only(problem, *SMOOTH)
+    import torchopt
+
+    slope = torch.func.grad(lambda y, x: lower(problem, x, y), argnums=0)
+    root = torchopt.diff.implicit.custom_root(slope, argnums=1, solve=torchopt.linear_solve.solve_cg(maxiter=100))
+    return gradient(
+        problem, lambda x: root(lambda y0, x: descended(problem, x))(torch.zeros(6, dtype=torch.float64), x)
+    )
+
+
+def torchopt_meta(problem: str) -> Tensor:
+    only(problem, *PROBLEMS[:4])
+    import torchopt
+
+    x, _ = start(problem)
+    model = torch.nn.Linear(6, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    inner = torchopt.MetaSGD(model, lr=RATE)
+    for _ in range(EARLY if problem == "early stopped" else STEPS):
+        inner.step(lower(problem, x, model.weight[0]))
+    return torch.autograd.grad(upper(x, model.weight[0]), x)[0]
+
+
+def higher_unrolled(problem: str) -> Tensor:
+    only(problem, *PROBLEMS[:4])
+    import higher
+
+    x, _ = start(problem)
+    model = torch.nn.Linear(6, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    with higher.innerloop_ctx(model, torch.optim.SGD(model.parameters(), lr=RATE)) as (inner, descent):
+        for _ in range(EARLY if problem == "early stopped" else STEPS):
+            descent.step(lower(problem, x, inner.weight[0]))
+        return torch.autograd.grad(upper(x, inner.weight[0]), x)[0]
+
+
+def boat(operator: str) -> Callable[[str], Tensor]:
+    """Return the hypergradient of BOAT with one operator; losses are given by import path, so a module is made."""
+
+    def run(problem: str) -> Tensor:
+        only(problem, *(PROBLEMS[:4] if operator == "RAD" else SMOOTH))
+        import boat_torch
+
+        low = torch.nn.Linear(6, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.zeros_(low.weight)
+        up = torch.nn.Module()
+        up.x = torch.nn.Parameter(POINT[problem].clone())
+        losses = types.ModuleType("recipes_benchmarks_peers_losses")
+
+        def value(params: Any, model: Any) -> Tensor:
+            row: Tensor = next(iter(model.parameters() if params is None else params))[0]
+            return row
+
+        vars(losses)["low"] = lambda _, ul, ll, params=None: lower(problem, ul.x, value(params, ll))
+        vars(losses)["up"] = lambda _, ul, ll, params=None: upper(ul.x, value(params, ll))
+        sys.modules[losses.__name__] = losses
+        config = {
+            "fo_op": None, "gm_op": ["NGD"], "na_op": [operator], "lower_level_model": low, "upper_level_model": up,
+            "lower_level_var": [*low.parameters()], "upper_level_var": [*up.parameters()],
+            "lower_level_opt": torch.optim.SGD(low.parameters(), lr=RATE),
+            "upper_level_opt": torch.optim.SGD(up.parameters(), lr=1.0), "device": "cpu",
+            "lower_iters": EARLY if problem == "early stopped" else STEPS, "loss_log_path": "/dev/null",
+            "accumulate_grad": False, "copy_last_param": False, "return_grad": False,
+            "CG": {"tolerance": 1e-12, "k": 100}, "NS": {"k": 1000}, "GDA": {"alpha_init": 0.0, "alpha_decay": 0.0},
+            "RGT": {"truncate_iter": 0}, "RAD": {}, "fo_ol_batch_input": False,
+        }  # fmt: skip
+        names = {
+            f"{k}_level_loss": {"function": f"{losses.__name__}.{f}", "params": {}}
+            for k, f in (("lower", "low"), ("upper", "up"))
+        }
+        solver = boat_torch.Problem(config, names)
+        solver.build_ll_solver()
+        solver.build_ul_solver()
+        before = up.x.detach().clone()
+        solver.run_iter({}, {}, current_iter=0)
+        return before - up.x.detach()
+
+    return run
+
+
+def jax_problem(problem: str) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
+    """Return JAX in double precision, the point, and g(y, x)."""
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    to = lambda t: jax.numpy.asarray(t.numpy())  # noqa: E731
+    return jax, to(POINT[problem]), lambda y, x: lower(problem, x, y, jax.numpy.exp, to)
+
+
+def of_jax(jax: Any, x: Any, solution: Callable[[Any], Any]) -> Tensor:
+    target = jax.numpy.asarray(TARGET.numpy())
+    return torch.from_numpy(jax.numpy.array(jax.grad(lambda x: upper(x, solution(x), target))(x)).__array__().copy())
+
+
+def jaxopt(problem: str) -> Tensor:
+    jax, x, g = jax_problem(problem)
+    import jaxopt
+
+    zero = jax.numpy.zeros(6)
+    if problem == "constrained":
+        project = jaxopt.projection.projection_simplex
+        solver = jaxopt.ProjectedGradient(lambda y, x: ((y - x) ** 2).sum() / 2, lambda y, _: project(y), maxiter=500)
+        return of_jax(jax, x, lambda x: solver.run(zero, hyperparams_proj=None, x=x).params)
+    if problem == "sparse":
+        b = jax.numpy.asarray(SPARSE.numpy())
+        solver = jaxopt.ProximalGradient(lambda y: ((y - b) ** 2).sum() / 2, jaxopt.prox.prox_lasso, maxiter=500)
+        return of_jax(jax, x, lambda x: solver.run(zero, hyperparams_prox=jax.numpy.exp(x)).params)
+    early = problem == "early stopped"
+    solver = jaxopt.GradientDescent(g, stepsize=RATE, maxiter=EARLY if early else STEPS, tol=0.0 if early else 1e-12,
+                                    acceleration=False, implicit_diff=not early, unroll=early)  # fmt: skip
+    return of_jax(jax, x, lambda x: solver.run(zero, x).params)
+
+
+def optimistix(problem: str) -> Tensor:
+    only(problem, *SMOOTH)
+    jax, x, g = jax_problem(problem)
+    import optimistix
+
+    solver = optimistix.BFGS(rtol=1e-10, atol=1e-10)
+    return of_jax(jax, x, lambda x: optimistix.minimise(g, solver, jax.numpy.zeros(6), x, max_steps=1000).value)
+
+
+def cvxpylayers(problem: str) -> Tensor:
+    only(problem, *SMOOTH, "constrained", "sparse")
+    import cvxpy as cp
+    from cvxpylayers.torch import CvxpyLayer
+
+    y, p = cp.Variable(6), cp.Parameter(len(POINT[problem]), nonneg=problem == "sparse" or None)
+    limits, value = [], lambda x: x
+    if problem == "quadratic":
+        loss = cp.sum_squares(torch.linalg.cholesky(MATRIX).T.numpy() @ y) / 2 - p @ y
+    elif problem == "ridge weights":
+        residual = cp.multiply(p, TALL.numpy() @ y - TALL_TARGET.numpy())
+        loss, value = cp.sum_squares(residual) / 24 + RIDGE / 2 * cp.sum_squares(y), lambda x: (x / 2).exp()
+    elif problem == "over-parametrised":
+        loss = cp.sum_squares(WIDE.numpy() @ y - p) / 6
+    elif problem == "constrained":
+        loss, limits = cp.sum_squares(y - p) / 2, [y >= 0, cp.sum(y) == 1]
+    else:
+        loss = cp.sum_squares(y - SPARSE.numpy()) / 2 + p @ cp.abs(y)
+        value = lambda x: x.exp()  # noqa: E731
+    layer = CvxpyLayer(cp.Problem(cp.Minimize(loss), limits), parameters=[p], variables=[y])
+    return gradient(problem, lambda x: layer(value(x), solver_args={"eps": 1e-10})[0])
+
+
+def qpth(problem: str) -> Tensor:
+    only(problem, "quadratic", "constrained")
+    from qpth.qp import QPFunction
+
+    one, none = torch.eye(6, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
+    if problem == "quadratic":  # it needs an inequality: one that is never active
+        return gradient(
+            problem,
+            lambda x: QPFunction()(MATRIX, -x, one, torch.full((6,), 100.0, dtype=torch.float64), none, none)[0],
+        )
+    row, total = torch.ones(1, 6, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    return gradient(problem, lambda x: QPFunction()(one, -x, -one, torch.zeros(6, dtype=torch.float64), row, total)[0])
+
+
+def torchdeq(problem: str) -> Tensor:
+    only(problem, *SMOOTH)
+    import torchdeq
+
+    deq = torchdeq.get_deq(f_solver="fixed_point_iter", f_max_iter=STEPS, f_tol=1e-12, b_solver="fixed_point_iter",
+                           b_max_iter=STEPS, b_tol=1e-12, ift=True)  # fmt: skip
+
+    def solution(x: Tensor) -> Tensor:
+        def step(y: Tensor) -> Tensor:
+            with torch.enable_grad():
+                z = y[0] if y.requires_grad else y[0].detach().requires_grad_()
+                return y - RATE * torch.autograd.grad(lower(problem, x, z), z, create_graph=True)[0][None]
+
+        return deq(step, torch.zeros(1, 6, dtype=torch.float64))[0][-1][0]
+
+    return gradient(problem, solution)
+
+
+def torchdiffeq(problem: str) -> Tensor:
+    only(problem, *SMOOTH)
+    from torchdiffeq import odeint_adjoint
+
+    x, _ = start(problem)
+
+    class Flow(torch.nn.Module):
+        def forward(self, t: Tensor, y: Tensor) -> Tensor:
+            with torch.enable_grad():
+                z = y if y.requires_grad else y.detach().requires_grad_()
+                return -torch.autograd.grad(lower(problem, x, z), z, create_graph=True)[0]
+
+    ends = torch.tensor([0.0, 60.0], dtype=torch.float64)
+    options = {"rtol": 1e-7, "atol": 1e-8, "adjoint_params": (x,)}
+    solution = odeint_adjoint(Flow(), torch.zeros(6, dtype=torch.float64), ends, **options)[-1]
+    return torch.autograd.grad(upper(x, solution), x)[0]
+
+
+def sparho(problem: str) -> Tensor:
+    only(problem, "sparse")
+    import numpy
+    import sparho
+
+    task = sparho.Problem(sparho.SquaredLoss(), sparho.WeightedL1(), numpy.eye(6), SPARSE.numpy())
+    penalty = POINT["sparse"].exp().numpy()
+    from sparho.adapters import SklearnWeightedLasso
+
+    solved = SklearnWeightedLasso(tol=1e-12)(task, penalty)
+    found = sparho.implicit_forward(task, penalty, solved, solved.coef - TARGET.numpy())
+    return torch.from_numpy(numpy.asarray(found)) * POINT["sparse"].exp()
+
+
+def hypergrad(name: str, **options: Any) -> Callable[[str], Tensor]:
+    def run(problem: str) -> Tensor:
+        only(problem, *SMOOTH)
+        from hypergrad import approx_hypergrad
+
+        x, _ = start(problem)
+        y = descended(problem, x)
+        call = getattr(approx_hypergrad, name)
+        return call(lambda i, o: lower(problem, o[0], i[0]), lambda i, o: upper(o[0], i[0]) + 0 * o[0].sum(), (y,),
+                    (x.detach(),), **options)[0].detach()  # fmt: skip
+
+    return run
+
+
+def gradhpo(problem: str) -> Tensor:
+    only(problem, "early stopped")
+    jax, x, g = jax_problem(problem)
+    import gradhpo
+    import optax
+
+    target = jax.numpy.asarray(TARGET.numpy())
+    method = gradhpo.GreedyOptimizer(optax.sgd(RATE), optax.sgd(1.0), unroll_steps=EARLY, gamma=1.0)
+    state = method.init(jax.numpy.zeros(6), x)
+    after = method.step(state, None, None, lambda y, x, _: g(y, x), lambda y, x, _: upper(x, y, target))
+    after = after[0] if isinstance(after, tuple) else after
+    return torch.from_numpy(jax.numpy.array(x - after.hyperparams).__array__().copy())
+
+
+# name: (package, way to call it)
+PEERS: dict[str, tuple[str, Callable[[str], Tensor]]] = {
+    "bilevel_optim, AID": ("bilevel-optim", ours_aid),
+    "bilevel_optim, AID, minres": ("bilevel-optim", ours_minres),
+    "bilevel_optim, solve": ("bilevel-optim", ours_solve),
+    "bilevel_optim, ITD": ("bilevel-optim", ours_itd),
+    "TorchOpt, custom_root": ("torchopt", torchopt_root),
+    "TorchOpt, MetaSGD": ("torchopt", torchopt_meta),
+    "higher": ("higher", higher_unrolled),
+    "BOAT, RAD": ("boat-torch", boat("RAD")),
+    "BOAT, CG": ("boat-torch", boat("CG")),
+    "JAXopt": ("jaxopt", jaxopt),
+    "optimistix": ("optimistix", optimistix),
+    "cvxpylayers": ("cvxpylayers", cvxpylayers),
+    "qpth": ("qpth", qpth),
+    "torchdeq": ("torchdeq", torchdeq),
+    "torchdiffeq, adjoint": ("torchdiffeq", torchdiffeq),
+    "sparho": ("sparho", sparho),
+    "hypergrad, CG": ("hypergrad", hypergrad("conjugate_gradient", num_iters=6, lr=1.0)),
+    "hypergrad, Neumann": ("hypergrad", hypergrad("neumann", num_iters=STEPS, lr=RATE)),
+    "gradhpo, greedy": ("gradhpo", gradhpo),
+}
+
+
+def judge(peer: Callable[[str], Tensor], problem: str) -> str | float:
+    """Return the relative error, or why there is none."""
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            found = peer(problem)
+    except Unsupported:
+        return "not offered"
+    except Exception as error:  # whatever the other library raises is the result
+        return f"{type(error).__name__}: {error}".split("\n")[0][:120]
+    truth = right(problem)
+    return float((found - truth).norm() / truth.norm())
+
+
+def version(package: str) -> str | None:
+    try:
+        return bo.__version__ if package == "bilevel-optim" else importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Compare, and write the numbers."""
+    parser = Parser(__doc__, threads=1)
+    parser.option("peers", [*PEERS], "libraries", choices=[*PEERS], metavar="NAME")
+    parser.option("problems", [*PROBLEMS], "problems", choices=[*PROBLEMS], metavar="NAME")
+    args = parser.parse(arguments)
+    for problem in SMOOTH:  # the closed forms against dense matrices
+        y = descended(problem, POINT[problem])
+        truth = dense(upper, lambda x, y, problem=problem: lower(problem, x, y), POINT[problem], y)
+        assert torch.allclose(truth, right(problem), rtol=1e-6), problem
+    results: dict[str, dict[str, Any]] = {}
+    for name in args.peers:
+        package, peer = PEERS[name]
+        if (found := version(package)) is not None:
+            results[name] = {"version": found, **{problem: judge(peer, problem) for problem in args.problems}}
+            print(name, *results[name].values(), sep="  ", file=sys.stderr, flush=True)
+    rows = [[name, *row.values()] for name, row in results.items()]
+    show("relative error of the hypergradient", ["", "version", *args.problems], rows)
+    return save(args, args.out / "peers", {"results": results})
+
+
+if __name__ == "__main__":
+    main()

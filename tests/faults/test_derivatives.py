@@ -1,0 +1,318 @@
+"""The first step finds derivatives of the losses that are not those of their values, and accuses no right ones."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._higher_order_ops import scan, while_loop
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+import bilevel_optim as bo
+from bilevel_optim.oracle.probe import compare
+from bilevel_optim.problem.vector import Vector
+
+from ..problems import seeded
+from ..test_verdicts import Wrong, problem
+
+D = torch.float64
+STEPS = {"AID": {"lower_steps": 5}, "ITD": {"lower_steps": 5}, "F2SA": {"lower_steps": 5}, "SOBA": {}}
+
+
+def method(name, x, y, **options):
+    return getattr(bo, name)(x, y, lr=0.1, **{"lower_lr": 0.1, **STEPS[name], **options})
+
+
+def classification(dtype=D, seed=1):
+    return torch.randn(40, 5, generator=seeded(seed)).to(dtype), torch.randint(4, (40,), generator=seeded(2))
+
+
+def ridge_problem(name, loss, y, **options):
+    """f = sum |y - 1|^2 and g = loss + exp(x) |y|^2; return the optimizer and its losses."""
+    x = torch.full((), -2.0, dtype=y[0].dtype, requires_grad=True)
+    optimizer = method(name, [x], y, **options)
+    upper = lambda: sum((t - 1).square().sum() for t in y)  # noqa: E731
+    return optimizer, upper, lambda: loss() + x.exp() * sum(t.square().sum() for t in y)
+
+
+def weights(dtype=D):
+    return nn.Parameter(torch.randn(4, 5, generator=seeded(3)).to(dtype))
+
+
+def chunked(y):
+    X, target = classification(y.dtype)
+    return F.linear_cross_entropy(X, y, target, options=nn.LinearCrossEntropyOptions())
+
+
+def states(y):
+    return torch.zeros(40, dtype=y.dtype), torch.randn(3, 40, generator=seeded(4)).to(y.dtype)
+
+
+def by_cond(y):
+    X, _ = classification(y.dtype)
+    branch = lambda y: (X @ y.T).tanh()  # noqa: E731
+    return (torch.cond(y.sum() > -1e9, branch, lambda y: 2 * branch(y), (y,)) - 1).square().mean()
+
+
+def by_scan(y):
+    h, z = states(y)
+    return (scan(lambda h, z: ((h * y[0, 0] + z * y[1, 1]).tanh(), h.clone()), h, z)[0] - 1).square().mean()
+
+
+def by_while(y):
+    h, _ = states(y)
+    start = torch.zeros((), dtype=torch.long)
+    body = lambda i, h: (i + 1, (h * y[0, 0] + y[1, 1]).tanh())  # noqa: E731
+    return (while_loop(lambda i, h: i < 3, body, (start, h))[1] - 1).square().mean()
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no chunked loss")
+@pytest.mark.parametrize("dtype", [torch.float32, D])
+@pytest.mark.parametrize("name", ["AID", "ITD", "SOBA"])
+def test_the_chunked_cross_entropy(name, dtype):
+    y = weights(dtype)
+    optimizer, *losses = ridge_problem(name, lambda: chunked(y), [y])
+    before = y.detach().clone()
+    with pytest.raises(bo.DerivativeError, match="second derivative in y") as caught:
+        optimizer.step(*losses)
+    assert torch.equal(before, y)
+    assert optimizer.oracle_counts["hvp"] == 0
+    assert "linear_cross_entropy" in caught.value.operation
+    for remedy in ("without options=", "hvp='finite-difference'", "F2SA with vectorize=False"):
+        assert remedy in str(caught.value)
+    optimizer, *losses = ridge_problem(name, lambda: chunked(y), [y], hvp="finite-difference")
+    optimizer.step(*losses)
+    optimizer, *losses = ridge_problem(name, lambda: chunked(y), [y], check_derivatives=False)
+    optimizer.step(*losses)
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no chunked loss")
+def test_copies_under_vmap_are_compared_with_a_plain_evaluation():
+    y = weights()
+    optimizer, *losses = ridge_problem("F2SA", lambda: chunked(y), [y])
+    with pytest.raises(bo.DerivativeError, match="under torch.func.vmap") as caught:
+        optimizer.step(*losses)
+    assert "vectorize=False" in str(caught.value)
+    optimizer, *losses = ridge_problem("F2SA", lambda: chunked(y), [y], vectorize=False, lower_lr="auto")
+    optimizer.step(*losses)
+    assert "derivatives" not in optimizer.diagnostics
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "derivative"),
+    [("AID", by_cond, "second derivative in y"), ("AID", by_scan, "second derivative in y"),
+     ("F2SA", by_while, "gradient in y")],
+)  # fmt: skip
+def test_control_flow(name, loss, derivative):
+    y = weights()
+    optimizer, *losses = ridge_problem(name, lambda: loss(y), [y])
+    with pytest.raises(bo.DerivativeError, match=derivative) as caught:
+        optimizer.step(*losses)
+    assert caught.value.operation == {"by_cond": "CondAutogradOp", "by_scan": "ScanAutogradOp"}.get(
+        loss.__name__, "WhileLoopAutogradOp"
+    )
+    assert ("F2SA" in str(caught.value)) == (loss is not by_while)
+
+
+def test_spectral_norm_in_training_mode_only():
+    torch.manual_seed(0)
+    X, target = classification()
+    net = nn.Sequential(spectral_norm(nn.Linear(5, 16)), nn.Tanh(), nn.Linear(16, 4)).double()
+    optimizer, *losses = ridge_problem("AID", lambda: F.cross_entropy(net(X), target), [*net.parameters()])
+    buffers = [b.clone() for b in net.buffers()]
+    with pytest.raises(bo.DerivativeError, match="second derivative in y"):
+        optimizer.step(*losses)
+    assert all(map(torch.equal, buffers, net.buffers()))
+    net.eval()
+    optimizer.step(*losses)
+    net.train()  # another mode is another loss
+    with pytest.raises(bo.DerivativeError, match="second derivative in y"):
+        optimizer.step(*losses)
+
+
+FAULTS = {
+    "x detached in g": "second derivative in x and y",
+    "item in g": "second derivative in x and y",
+    "wrong backward in g": "second derivative in x and y",
+    "y detached in a penalty": "(second derivative|gradient) in y",
+    "item in f": "gradient in x",
+    "wrong backward in f": "gradient in x",
+}
+
+
+@pytest.mark.parametrize("name", ["AID", "SOBA", "F2SA"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_put_in_faults(fault, name):
+    if (fault, name) == ("y detached in a penalty", "F2SA"):
+        pytest.skip("one percent of the gradient at this point")
+    upper, lower, x, y = problem(fault)
+    expected = FAULTS[fault] if name != "F2SA" else "gradient in x"
+    with pytest.raises(bo.DerivativeError, match=expected):
+        method(name, [x], [y]).step(upper, lower)
+
+
+@pytest.mark.parametrize("name", ["AID", "F2SA"])
+@pytest.mark.parametrize("fault", ["", "kink", "batch norm", "dropout", "noise of its own", "calls counted"])
+def test_right_and_noisy_losses_are_not_accused(fault, name):
+    upper, lower, x, y = problem(fault)
+    optimizer = method(name, [x], [y])
+    optimizer.step(upper, lower)
+    said = optimizer.diagnostics.get("derivatives", "")
+    assert ("another value each time" in said) == (fault in ("noise of its own", "calls counted"))
+
+
+def network(kind):
+    X, target = classification(torch.float32)
+    layers = {
+        "relu": [nn.Linear(5, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)],
+        "pooled": [
+            nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 8, 2), nn.ReLU(), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(16, 4),
+        ],
+        "tanh": [nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 4)],
+        "norm": [nn.Linear(5, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 4)],
+        "weight norm": [weight_norm(nn.Linear(5, 32)), nn.Tanh(), nn.Linear(32, 4)],
+    }[kind]  # fmt: skip
+    return nn.Sequential(*layers).float(), X, target
+
+
+@pytest.mark.parametrize("name", ["ITD", "F2SA"])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["relu", "pooled", "tanh", "norm", "weight norm"])
+def test_networks_in_float32_are_not_accused(kind, seed, name):
+    torch.manual_seed(seed)
+    net, X, target = network(kind)
+    optimizer, *losses = ridge_problem(name, lambda: F.cross_entropy(net(X), target), [*net.parameters()])
+    optimizer.step(*losses)
+    if kind in ("tanh", "weight norm"):
+        assert "derivatives" not in optimizer.diagnostics
+    assert all(isinstance(number, float) for number in optimizer.metrics().values())
+
+
+def test_low_precision_is_left_open():
+    net, X, target = network("tanh")
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(net(X), target)
+
+    optimizer, upper, lower = ridge_problem("AID", loss, [*net.parameters()])
+    optimizer.step(upper, lower)
+    with torch.autocast("cpu", torch.bfloat16):
+        optimizer, upper, lower = ridge_problem("AID", loss, [*net.parameters()])
+        optimizer.step(upper, lower)
+    assert "the precision is too low" in optimizer.diagnostics["derivatives"]
+
+
+def test_nothing_else_changes():
+    """Random states, counts, batches, buffers and results are those of a step without the check."""
+    ends = []
+    for check in (True, False):
+        torch.manual_seed(0)
+        net, X, target = network("norm")
+        data = bo.Objective(
+            lambda i, net=net, X=X, target=target: F.cross_entropy(net(X[i]), target[i]), [slice(0, 20), slice(20, 40)]
+        )
+        x = torch.full((), -2.0, dtype=torch.float32, requires_grad=True)
+        y = [*net.parameters()]
+        lower = data.mapped(lambda loss, x=x, y=y: loss + x.exp() * sum(t.square().sum() for t in y))
+        optimizer = bo.ITD([x], y, lr=0.1, lower_lr=0.1, lower_steps=3, check_derivatives=check)
+        for _ in range(2):
+            optimizer.step(lambda y=y: sum((t - 1).square().sum() for t in y), lower)
+        position = data.state_dict()["position"]
+        ends.append((optimizer.oracle_counts, position, torch.rand(1), x.detach(), *net.state_dict().values()))
+    for a, b in zip(*ends, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_only_new_losses_are_checked(monkeypatch):
+    checks = []
+    monkeypatch.setattr("bilevel_optim.optimizer.method.check_derivatives", lambda *a: checks.append(a) or "")
+    upper, lower, x, y = problem("")
+    optimizer = method("AID", [x], [y])
+    for _ in range(3):
+        optimizer.step(lambda: upper(), lambda: lower())  # functions made at each step, of the same code
+    assert len(checks) == 1
+    optimizer.step(upper, lower)
+    optimizer.step(upper, lower)
+    assert len(checks) == 2
+    more = torch.zeros(2, requires_grad=True)
+    optimizer.add_param_group({"params": [more], "level": "lower", "lr": 0.1})
+    optimizer.step(lambda: upper(), lambda: lower() + more.square().sum())
+    assert len(checks) == 3
+
+
+def test_compare_leaves_open_what_two_differences_do_not_agree_on():
+    claimed, one = Vector([torch.ones(3)]), torch.ones(3)
+    call = {"size": 0.0, "noise": 0.0, "tolerance": 1e-3}
+    assert compare(claimed, lambda factor: Vector([one]), **call).outcome == "right"
+    assert compare(claimed, lambda factor: Vector([2 * one]), **call).outcome == "wrong"
+    assert compare(claimed, lambda factor: Vector([(2 + 0.1 * factor) * one]), **call).outcome == "unknown"
+    assert compare(claimed, lambda factor: Vector([2 * one]), **{**call, "noise": 0.02}).outcome == "unknown"
+    assert compare(claimed, lambda factor: Vector([one * torch.nan]), **call).outcome == "unknown"
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no chunked loss")
+def test_tasks_under_vmap_are_compared_with_single_ones():
+    y = weights()
+    x = torch.zeros(4, 5, requires_grad=True)
+    X, target = torch.randn(3, 40, 5, generator=seeded(5)), torch.randint(4, (3, 40), generator=seeded(6))
+    tasks = bo.TensorTasks((X, target), (X, target))
+
+    def lower(batch):
+        options = nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(batch[0], y, batch[1], options=options) + (y - x).square().sum()
+
+    def upper(batch):
+        return F.cross_entropy(batch[0] @ y.T, batch[1])
+
+    optimizer = method("F2SA", [x], [y], vectorize=False, lower_lr="auto")
+    optimizer.step(upper, lower, tasks=tasks)
+    optimizer = method("F2SA", [x], [y], lower_lr="auto")
+    with pytest.raises(bo.DerivativeError, match="lower loss's .* off by"):
+        optimizer.step(upper, lower, tasks=tasks)
+    optimizer = method("AID", [x], [y])
+    optimizer.step(upper, lambda batch: upper(batch) + (y - x).square().sum(), tasks=tasks)
+    assert "derivatives" not in optimizer.diagnostics
+
+
+def test_a_loss_whose_values_differ_under_vmap():
+    """Random numbers may; other values may not."""
+
+    def lower(noise, x, y):
+        inside = torch._C._functorch.maybe_current_level() is not None
+        loss = (y - x).square().sum()
+        return loss + torch.rand(3) @ y if noise else 2 * loss if inside else loss
+
+    for noise in (0, 1):
+        x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+        losses = lambda y=y: (y - 1).square().sum(), lambda n=noise, x=x, y=y: lower(n, x, y)
+        optimizer = method("F2SA", [x], [y])
+        if noise:
+            optimizer.step(*losses)
+        else:
+            with pytest.raises(bo.DerivativeError, match="under torch.func.vmap, compared with a plain one"):
+                optimizer.step(*losses)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("features", [False, True])
+def test_parts_and_features_are_checked_too(accumulate, features):
+    x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    for fault in (False, True):
+        part = lambda c, fault=fault: (Wrong.apply(x) if fault else x) * c  # noqa: E731
+        loss = lambda z: (y - z).square().sum()  # noqa: E731
+        options = {"features": part} if features else {}
+        whole = loss if features else lambda c, part=part, loss=loss: loss(part(c))
+        lower = bo.Objective(whole, [1.0, 2.0], accumulate=accumulate, **options)
+        for name in ("AID", "ITD", "F2SA"):
+            optimizer = method(name, [x], [y])
+            if fault:
+                with pytest.raises(bo.DerivativeError, match="lower loss's .* in x"):
+                    optimizer.step(lambda: (y - 1).square().sum(), lower)
+            else:
+                optimizer.step(lambda: (y - 1).square().sum(), lower)
+                assert "derivatives" not in optimizer.diagnostics
+
+
+def test_other_options_than_true_and_false_are_refused():
+    with pytest.raises(ValueError, match="Invalid check_derivatives value: 1"):
+        bo.SOBA([torch.zeros(1, requires_grad=True)], [torch.zeros(1, requires_grad=True)], lr=1, check_derivatives=1)

@@ -1,0 +1,223 @@
+"""Ways by which x reaches y besides the lower loss: right or refused, for every method, by step, tasks and compiled."""
+
+import pytest
+import torch
+from torch.optim import SGD
+
+import bilevel_optim as bo
+
+from ..problems import close
+from ..registry import each
+
+
+def takes_rate(row):
+    return row.declared.lower_optimizer != "none"
+
+
+# ------------------------------------------------------------------------------------------------ hooks
+
+FROZEN = torch.tensor([1.0, 0.0, 1.0])
+
+
+def problem_with_hooks():
+    x = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
+    y = torch.tensor([0.1, 0.7, -0.4], requires_grad=True)
+    return x, y, lambda b=None: (y - 1).square().sum() / 2, lambda b=None: (y - x).square().sum() / 2
+
+
+@pytest.mark.parametrize("tasks", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("AID", {}),
+        ("ITD", {}),
+        ("F2SA", {"nu": 1e-4, "normalize": False}),
+        ("PZOBO", {"direction": "orthogonal", "directions": 3}),
+        ("HOZOG", {"direction": "orthogonal", "directions": 3, "difference": "central"}),
+    ],
+)
+def test_a_hook_that_freezes_part_of_y_acts_on_every_copy(name, options, tasks):
+    """y* = x where it is free, so the hypergradient is x - 1 there and zero elsewhere."""
+    x, y, upper, lower = problem_with_hooks()
+    start = y.detach().clone()
+    y.register_hook(lambda gradient: gradient * FROZEN)
+    optimizer = getattr(bo, name)([x], [y], lr=0.1, lower_lr=0.5, lower_steps=40, **options)
+    given = {"tasks": bo.TensorTasks(torch.ones(2, 1, 1))} if tasks else {}
+    optimizer.backward(upper, lower, **given)
+    close(x.grad, (x.detach() - 1) * FROZEN, 1e-4)
+    assert y.detach()[1] == start[1]
+    told = "vectorize_fallback" in optimizer.diagnostics
+    assert told == tasks
+
+
+@pytest.mark.parametrize("hook", [lambda g: g * FROZEN, lambda g: g.clamp(-0.5, 0.5), lambda g: g / g.norm()])
+@each(lambda row: row.declared.losses == 2 and not row.variant and row.declared.tasks != "required")
+def test_hooks_on_x_are_called_once_for_the_hypergradient(row, hook):
+    found = []
+    for hooked in (False, True):
+        problem = row.quadratic(n=5)
+        for t in problem.x if hooked else ():
+            t.register_hook(lambda g: hook(g) if g.shape == FROZEN.shape else g * 2)
+        optimizer = row(problem.x, problem.y, short=True)
+        problem.apply(optimizer.backward)
+        found.append([t.grad.clone() for t in problem.x])
+        assert all(bool(t._backward_hooks) == hooked for t in problem.x)
+    for plain, changed in zip(*found, strict=True):
+        close(changed, hook(plain) if plain.shape == FROZEN.shape else plain * 2, 1e-12)
+
+
+def test_a_hook_on_accumulated_gradients_is_refused():
+    for which in (0, 1):
+        x, y, upper, lower = problem_with_hooks()
+        (x, y)[which].register_post_accumulate_grad_hook(lambda p: None)
+        optimizer = bo.AID([x], [y], lr=0.1, lower_steps=1)
+        with pytest.raises(ValueError, match="would never be called"):
+            optimizer.step(upper, lower)
+
+
+@pytest.mark.parametrize("tasks", [False, True])
+@pytest.mark.parametrize("where", ["module", "all", "later"])
+def test_backward_hooks_of_modules_act_on_copies(where, tasks):
+    ends = []
+    for vectorize in (True, False):
+        torch.manual_seed(0)
+        net, x = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)), torch.zeros(())
+        x.requires_grad_()
+        data = torch.randn(8, 3)
+
+        def loss(b=None, net=net, data=data):
+            return (net(data) - 1).square().mean()
+
+        def lower(b=None, net=net, data=data, x=x):
+            return (net(data) - x).square().mean() + 0.1 * sum(p.square().sum() for p in net.parameters())
+
+        optimizer = bo.F2SA([x], net.parameters(), lr=0.1, lower_lr=0.1, lower_steps=5, vectorize=vectorize)
+        given = {"tasks": bo.TensorTasks(torch.ones(2, 1, 1))} if tasks else {}
+        if where == "later":
+            optimizer.backward(loss, lower, **given)
+        scale = lambda module, grads: (grads[0] * 0.3,)  # noqa: E731
+        if where == "all":
+            handle = torch.nn.modules.module.register_module_full_backward_pre_hook(scale)
+        else:
+            handle = net[2].register_full_backward_pre_hook(scale)
+        try:
+            optimizer.backward(loss, lower, **given)
+        finally:
+            handle.remove()
+        ends.append([t.detach().clone() for t in (x.grad, *net.parameters())])
+        if vectorize:
+            assert "backward hook" in optimizer.diagnostics["vectorize_fallback"]
+    for a, b in zip(*ends, strict=True):
+        close(a, b, 1e-10)
+
+
+# ------------------------------------------------------------------------------------------------ other ways
+
+
+def refused(row, **options):
+    problem = row.quadratic(n=5)
+    if options.pop("projection", False):
+        options["lower_projection"] = lambda v: [t + 0 * problem.x[0].sum() for t in v]
+    if options.pop("start", False):
+        options["lower_init"] = lambda *tasks: [t * problem.x[0].sum() for t in problem.y]
+    if options.pop("option", False):
+        options["lower_optimizer"] = lambda groups: SGD(groups, lr=problem.x[0].square().sum() * 0.1)
+        options["lower_lr"] = None
+    optimizer = row(problem.x, problem.y, short=True, **options)
+    try:
+        problem.apply(optimizer.backward)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("door", ["projection", "start", "option"])
+@each(lambda row: takes_rate(row) and not row.variant and not row.name.startswith("BOME"))
+def test_a_way_that_the_estimate_leaves_out_is_refused(row, door):
+    name = {"projection": "lower_projection", "start": "lower_init", "option": "options of lower_optimizer"}[door]
+    told = refused(row, **{door: True})
+    if name in row.cls._doors:
+        assert "upper parameters" not in told
+    else:
+        assert "upper parameters, but" in told, told
+
+
+# ------------------------------------------------------------------------------------------------ against differences
+
+ZEROTH = {"direction": "orthogonal", "difference": "central", "smoothing": 1e-4}
+FOLLOWS = [
+    ("ITD", {}),
+    ("ITD", {"checkpoint": True}),
+    ("MAML", {}),
+    ("PZOBO", ZEROTH),
+    ("PZOBO", {**ZEROTH, "vectorize": False}),
+    ("HOZOG", ZEROTH),
+    ("ESMAML", ZEROTH),
+]
+WAYS = ["bound", "threshold", "start", "lr", "weight_decay", "momentum", "adam", "all"]
+
+
+def options_of(way, x):
+    """The arguments by which x reaches y, and the same steps by hand: the rate, decay, momentum, projection, start."""
+    made = {}
+    if way in ("bound", "all"):
+        made["lower_projection"] = lambda v: [torch.minimum(v[0], x[:3])]
+    if way == "threshold":
+        made["lower_projection"] = lambda v: [v[0].sign() * (v[0].abs() - 0.1 * x[:3].exp()).clamp(min=0)]
+    if way in ("start", "all"):
+        made["lower_init"] = lambda *tasks: [(x[:3] * 2).expand(*(tasks[0].shape[:1] if tasks else ()), 3)]
+    rate = {"lr": 0.1} if way not in ("lr", "all") else {"lr": lambda: 0.1 * x[0].exp()}
+    if way in ("weight_decay", "all"):
+        rate["weight_decay"] = lambda: x[1].square()
+    if way in ("momentum", "all"):
+        rate["momentum"] = lambda: x[2].sigmoid()
+    kind = torch.optim.Adam if way == "adam" else SGD
+    if way == "adam":
+        rate = {"lr": lambda: 0.1 * x[0].exp(), "weight_decay": lambda: x[1].square()}
+
+    def factory(groups):
+        return kind(groups, **{name: value() if callable(value) else value for name, value in rate.items()})
+
+    return {"lower_lr": None, "lower_optimizer": factory, **made}
+
+
+def estimate_of(name, way, more, tasks, move=None, compiled=False):
+    """The hypergradient (with ``move``: the upper loss there) of five lower steps, by a method."""
+    x = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
+    start, y = torch.tensor([0.4, 0.6, -0.7], requires_grad=True), torch.tensor([0.4, 0.6, -0.7], requires_grad=True)
+    if move is not None:
+        x.data += move
+    upper, cls = ([x, start] if name in ("MAML", "ESMAML") else [x]), getattr(bo, name)
+    centre = torch.tensor([[[2.0, -1.0, 0.4]], [[0.3, 0.5, -1.0]]])
+
+    def lower(b=centre[0]):
+        return ((y - b).square().sum() * torch.tensor(0.5) + 0.3 * (y * x).sum()) + 0.1 * y.pow(4).sum()
+
+    def f(b=None):
+        return (y - 0.5).square().sum() / 2 + (x * x).sum()
+
+    options = {**options_of(way, x), **more}
+    if "directions" not in options and "direction" in options:
+        options["directions"] = sum(t.numel() for t in upper)
+    optimizer = cls(upper, [y], lr=0.1, lower_steps=5, **options)
+    if compiled:
+        optimizer.compile(backend="eager")
+    given = {"tasks": bo.TensorTasks(centre, centre)} if tasks else {}
+    loss = optimizer.backward(f, lower, **given)
+    if compiled:
+        y.data.copy_(start.data)
+        optimizer.numbers.clear()
+        loss = optimizer.backward(f, lower, **given)
+    return loss if move is not None else (torch.cat([t.grad for t in upper]), optimizer)
+
+
+@pytest.mark.parametrize("tasks", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "more"), FOLLOWS)
+def test_what_follows_x_is_in_the_hypergradient(name, more, way, tasks):
+    found, _ = estimate_of(name, way, more, tasks)
+    base = "MAML" if name in ("MAML", "ESMAML") else "ITD"
+    h = 1e-6
+    moves = torch.eye(3) * h
+    right = [estimate_of(base, way, {}, tasks, m) - estimate_of(base, way, {}, tasks, -m) for m in moves]
+    close(found[:3], torch.stack(right) / (2 * h), 1e-5 if name in ("PZOBO", "HOZOG", "ESMAML") else 1e-7)
