@@ -1,6 +1,6 @@
-"""What a graph notices of a loss: the smallest step that `Compiled` takes, with the library's settings and guards.
+"""What a graph notices of a loss: the smallest step that can be compiled, with the library's settings and guards.
 
-A whole step takes seconds to trace, and the loss is a small part of it. Here the step is the value and the gradient of
+A whole step takes longer to trace, and the loss is a small part of it. Here the step is the value and the gradient of
 the lower loss. What Dynamo does not see, and a key of the library does (hooks of parameters or of all modules, options
 and groups), needs a whole step.
 """
@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import torch
 
+from bilevel_optim.compiled.program import Given
+from bilevel_optim.compiled.reading import Unread
 from bilevel_optim.compiled.reasons import reason_of
-from bilevel_optim.compiled.steps import CompiledSteps, Entry, Given, Settings, _Unread
+from bilevel_optim.compiled.steps import CompiledSteps, Entry, Settings
 from bilevel_optim.oracle.substitution import Substitution
 
 
@@ -28,7 +30,22 @@ class Gradient:
         values = [t.detach().requires_grad_() for t in (*state["x"], *state["y"])]
         with torch.enable_grad(), Substitution([*self.live_x, *self.live_y], values, stacked=False):
             value = losses["lower"]()
-        return value.detach(), torch.autograd.grad(value, values[1:], allow_unused=True)
+        gradients = torch.autograd.grad(value, values[1:], allow_unused=True)
+        return {
+            **NOTHING,
+            "loss": value.detach(),
+            "gradients": [*gradients],
+            "lower": None,
+            "writes": [],
+            "moved": None,
+        }
+
+
+# Entries of a state, and of a step's results, that this step has not.
+NOTHING = {
+    "buffers": [], "rates": [], "memory": {}, "upper_memory": {}, "tables": {}, "solver": None, "upper_solver": None,
+    "numbers": {},
+}  # fmt: skip
 
 
 def noticed(make):
@@ -45,7 +62,7 @@ def noticed(make):
     step = Gradient([x], [y, *([] if net is None else net.parameters())])
     entry = Entry(None)
     entry.pure = step
-    state = {"x": [x.detach().clone()], "y": [t.detach().clone() for t in step.live_y]}
+    state = {**NOTHING, "x": [x.detach().clone()], "y": [t.detach().clone() for t in step.live_y]}
     given = Given({"lower": loss}, None, {}, {}, state)
     compiled = CompiledSteps(SimpleNamespace(), Settings(backend="eager"))
 
@@ -55,7 +72,8 @@ def noticed(make):
 
     def known():
         with torch.no_grad():
-            return compiled._run_known(entry, given)
+            found = compiled._run_known(entry, given)
+        return found["loss"], found["gradients"]
 
     try:
         right()  # as the first step, which is eager
@@ -66,7 +84,7 @@ def noticed(make):
         change()
         found = known()
         return "value" if same(found, right()) else "stale"
-    except _Unread:
+    except Unread:
         assert entry.compiled, "a graph does not fit the step that it was made of"
         return "new graph"
     except AssertionError:
