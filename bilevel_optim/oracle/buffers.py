@@ -48,6 +48,7 @@ class Buffers:
         self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # known normalisations that nothing has called yet
         self._losses: dict[Any, Any] = {}  # code of the losses whose modules are known, with their own modules
         self._last: list[weakref.ref[Any]] = []  # the last losses
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all that the first step has called
 
     def expect(self, losses: Sequence[Loss | None]) -> None:
         """If losses are new, record the modules of the next step, and find the normalisations that they can reach."""
@@ -76,7 +77,6 @@ class Buffers:
             self._changing[module] = {*_buffers(module)}
             if isinstance(getattr(module, COUNT, None), Tensor):
                 self._idle.add(module)
-        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all that the first step has called
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         return Buffers, ()  # a copy of an optimizer records its own modules
