@@ -36,7 +36,7 @@ from .session import Session
 
 __all__ = ["FIRST", "JOINT", "SECOND", "Judgement", "check_derivatives", "compare"]
 
-# Derivatives of the losses that methods of each kind take: of which loss, in which variables.
+# Derivatives of the losses that methods of each kind take: the loss and the variables.
 FIRST = frozenset({"upper x", "upper y", "lower y"})
 JOINT = FIRST | {"lower x"}
 SECOND = FIRST | {"lower yy", "lower xy"}
@@ -109,7 +109,7 @@ def compare(
 
 
 def check_derivatives(session: Session, concerns: frozenset[str]) -> str:
-    """Raise `DerivativeError` if a derivative is wrong at the evaluations noted in the session; return what is open.
+    """Raise `DerivativeError` if a derivative is wrong at the evaluations noted in the session; return the open questions.
 
     The losses are evaluated with the random numbers of the noted samples. Nothing is counted, and random states and
     module buffers are as before.

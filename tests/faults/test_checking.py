@@ -251,7 +251,7 @@ def test_the_clock_is_read_within_a_solve_and_names_what_may_be_wrong(data):
 def test_the_operation_with_a_wrong_derivative_is_named(name):
     x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
     optimizer = getattr(bo, name)([x], [y], lr=0.1, lower_lr=0.1, lower_steps=5)
-    losses = lambda: (y - 1).square().sum(), lambda: (y - Wrong.apply(x)).square().sum()  # noqa: E731
+    losses = lambda: (y - 1).square().sum(), lambda: (y - Wrong.apply(x)).square().sum()
     with pytest.raises(bo.GradcheckError, match=r"the likely cause is the operation Wrong\)"):
         bo.check_hypergradient(optimizer, *losses)
     with pytest.raises(bo.DerivativeError, match=r"The likely cause is the operation Wrong\."):

@@ -284,7 +284,7 @@ def test_a_loss_whose_values_differ_under_vmap():
 
     for noise in (0, 1):
         x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
-        losses = lambda y=y: (y - 1).square().sum(), lambda n=noise, x=x, y=y: lower(n, x, y)  # noqa: E731
+        losses = lambda y=y: (y - 1).square().sum(), lambda n=noise, x=x, y=y: lower(n, x, y)
         optimizer = method("F2SA", [x], [y])
         if noise:
             optimizer.step(*losses)
