@@ -97,7 +97,10 @@ CALLS = {
     **dict.fromkeys(("FirstOrder", "FOMAML"), lambda o, k: counts(upper=1, lower=o.lower_steps)),
     "AmIGO": lambda o, k: counts(upper=1, lower=o.lower_steps, hvp=o.linear_steps - 1 + o.warm_start, cross=1),
     "BA": lambda o, k: counts(
-        upper=1, lower=math.ceil(o._scale * (k + 1) ** o.growth) + 1, hvp=o.linear_steps + o.warm_start + o.check_finite, cross=1
+        upper=1,
+        lower=math.ceil(o._scale * (k + 1) ** o.growth) + 1,
+        hvp=o.linear_steps + o.warm_start + o.check_finite,
+        cross=1,
     ),
     "BOME": bome,
     "BSA": lambda o, k: counts(
