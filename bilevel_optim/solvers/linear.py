@@ -277,7 +277,7 @@ def _fused(apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, lanes: 
 
     rows = flat(b)
     found = _cg(lambda p: flat(apply(whole(p))), rows, flat(v), rows if r is b else flat(r), stop, _LANES, step)
-    figures: Any = found[1:-1] if lanes else [figure.squeeze(0) for figure in found[1:-1]]
+    figures: Any = found[1:-1] if lanes else [figure.squeeze(0) for figure in found[1:-1] if figure is not None]
     return LinearSolution(whole(found.solution), *figures)
 
 
