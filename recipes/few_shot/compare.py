@@ -1,8 +1,9 @@
 """Compare meta-learners at equal budgets: learning rates tuned on validation classes, several seeds for the best.
 
     python -m recipes.few_shot.compare --data cifar_fs --data-root DIR --shot 5 --seconds 20
+    python -m recipes.few_shot.compare --data omniglot --data-root DIR --steps 20000 --share 0.1
 
-Every finished run is written to a record in ``--out`` and not repeated, so the program can be stopped and restarted at
+With ``--share`` learning rates are searched with that part of the meta-steps, and the best one gets all of them. Every finished run is written to a record in ``--out`` and not repeated, so the program can be stopped and restarted at
 any time; after ``--limit`` seconds it begins no further run. The grid of a learner is extended until its best learning
 rate is inside.
 """
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..common import environment, plot, show
+from ..common import environment, plot, share, show
 from .episodes import Episodes
 from .experiment import arguments, episodes_of, one
 from .learners import LEARNERS
@@ -26,6 +27,10 @@ Run = dict[str, Any]
 # First learning rates of the search, where they differ from Adam's; Reptile takes plain steps.
 START = {"reptile": 0.3}
 FACTOR = 10**0.5
+
+
+def _key(run: Run) -> tuple[str, float, int, bool]:
+    return run["learner"], run["lr"], run["seed"], run.get("search", False)
 
 
 class Records:
@@ -45,19 +50,18 @@ class Records:
                 raise SystemExit(f"{path} is of other settings: {saved['facts']}, not {facts}; use another --out")
             self.runs = saved["runs"]
 
-    def find(self, name: str, lr: float, seed: int) -> Run | None:
-        """Return a recorded run, or None."""
-        keys = ("learner", "lr", "seed")
-        return next((r for r in self.runs if tuple(r[k] for k in keys) == (name, lr, seed)), None)
+    def find(self, name: str, lr: float, seed: int, search: bool = False) -> Run | None:
+        """Return a recorded run, or None; ``search``: one with a part of the budget."""
+        return next((r for r in self.runs if _key(r) == (name, lr, seed, search)), None)
 
     def tried(self, name: str) -> list[Run]:
-        """Return the runs that tune the learning rate of a learner: those of the first seed."""
-        return [r for r in self.runs if (r["learner"], r["seed"]) == (name, 0)]
+        """Return the runs that tune the learning rate of a learner: those of the first seed, all of one budget."""
+        search = "share" in self.facts
+        return [r for r in self.runs if (r["learner"], r["seed"]) == (name, 0) and r.get("search", False) == search]
 
     def keep(self, run: Run) -> None:
         """Add or replace a run, and write the file."""
-        keys = ("learner", "lr", "seed")
-        others = [r for r in self.runs if any(r[k] != run[k] for k in keys)]
+        others = [r for r in self.runs if _key(r) != _key(run)]
         self.runs = [*others, run]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
@@ -113,38 +117,45 @@ def compare(args: argparse.Namespace, episodes: dict[str, Episodes], records: Re
     """Make the missing runs; return True if all are complete."""
     begun = time.monotonic()
 
-    def made(name: str, lr: float, seed: int, test: bool) -> Run:
-        found = records.find(name, lr, seed)
+    def made(name: str, lr: float, seed: int, test: bool, search: bool = False) -> Run:
+        found = records.find(name, lr, seed, search)
         if found is None or (test and "test" not in found):
             if args.limit and time.monotonic() - begun > args.limit:
                 raise TimeoutError
             # A run that is tested later resumes from its end.
-            checkpoint = args.out / "checkpoints" / f"{records.path.stem}_{name}_{lr:g}_{seed}.pt"
-            found = one(_settings(args, name), episodes, name, lr, seed, test=test, checkpoint=checkpoint)
+            stem = f"{records.path.stem}_{name}_{lr:g}_{seed}{'_search' if search else ''}"
+            checkpoint = args.out / "checkpoints" / f"{stem}.pt"
+            found = one(_settings(args, name, search), episodes, name, lr, seed, test=test, checkpoint=checkpoint)
+            if search:
+                found["search"] = True
             records.keep(found)
         return found
 
     def tried(name: str, lr: float, seed: int) -> Run:
-        return made(name, lr, seed, False)
+        return made(name, lr, seed, False, args.share < 1)
 
     try:
-        rates = {}
+        first = {}  # the run of seed 0 with the best learning rate and the whole budget
         for name in args.learners:
             start = args.rates or START.get(name, 3e-3)
             best = max(tuned(name, tried, start, args.most, records.tried(name)), key=merit)
-            rates[name] = best["lr"]
-            made(name, rates[name], 0, True)
-        order = sorted(args.learners, key=lambda n: max(map(merit, records.tried(n))), reverse=True)
+            first[name] = made(name, best["lr"], 0, True)
+        order = sorted(args.learners, key=lambda name: merit(first[name]), reverse=True)
         for seed in range(1, args.seeds):
             for name in order[: args.best]:
-                made(name, rates[name], seed, True)
+                made(name, first[name]["lr"], seed, True)
     except TimeoutError:
         return False
     return True
 
 
-def _settings(args: argparse.Namespace, name: str) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(args), "outer": "sgd" if name == "reptile" else args.outer})
+def _settings(args: argparse.Namespace, name: str, search: bool) -> argparse.Namespace:
+    """Return the settings of a learner's runs, with a part of the budget for a search."""
+    settings = {**vars(args), "outer": "sgd" if name == "reptile" else args.outer}
+    if search:
+        key = "steps" if args.steps else "seconds"
+        settings[key] = type(settings[key])(settings[key] * args.share) or 1
+    return argparse.Namespace(**settings)
 
 
 def report(records: Records, title: str, thresholds: list[float]) -> None:
@@ -152,10 +163,10 @@ def report(records: Records, title: str, thresholds: list[float]) -> None:
     rows, times, curves = [], [], {}
     for name in dict.fromkeys(r["learner"] for r in records.runs):
         tried = records.tried(name)
-        first = max(tried, key=merit)
-        tested = [r for r in records.runs if (r["learner"], r["lr"]) == (name, first["lr"]) and "test" in r]
-        if "test" not in first:
+        first = records.find(name, max(tried, key=merit)["lr"], 0) if tried else None
+        if first is None or "test" not in first:
             continue
+        tested = [r for r in records.runs if _key(r)[:2] == (name, first["lr"]) and "test" in r]
         accuracies = [r["test"]["accuracy"] for r in tested]
         spread = max(accuracies) - min(accuracies) if len(accuracies) > 1 else None
         rows.append([name, statistics.mean(accuracies), first["test"]["interval"], len(accuracies), spread,
@@ -183,6 +194,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     parser.option("seeds", 3, "seeds of the best learners")
     parser.option("best", 4, "learners that get all seeds")
     parser.option("most", 6, "largest number of learning rates per learner")
+    parser.option("share", 1.0, "share of the budget for the search of learning rates", type=share)
     parser.option("rates", None, "first learning rate of the search", type=float, shown="0.003")
     parser.option("limit", None, "seconds after which no run begins", type=float, shown="no limit")
     parser.option("thresholds", [0.3, 0.35, 0.4, 0.5, 0.6, 0.8, 0.9], "accuracies whose time is shown")
@@ -191,7 +203,9 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
             "autocast", "outer", "schedule", "clip", "steps", "seconds", "evaluations", "episodes",
             "test_episodes")  # fmt: skip
     facts = {key: getattr(args, key) for key in keys}
-    name = f"{args.data}_{args.backbone}_{args.way}way_{args.shot}shot"
+    if args.share < 1:
+        facts["share"] = args.share
+    name = f"{args.data}_{args.backbone}_{args.way}way_{args.shot}shot" + (f"_{args.steps}" if args.share < 1 else "")
     records = Records(args.out / f"{name}.json", facts)
     done = compare(args, episodes_of(args), records)
     budget = f"{args.steps} meta-steps" if args.steps else f"{args.seconds:g} s"

@@ -32,6 +32,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # completed share of the tra
     "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * min(share, 1.0))),
     "steps": lambda share: 1.0 if share < 0.5 else 0.1 if share < 0.8 else 0.01,
 }
+OFTEN = 60.0  # seconds between two checkpoints
 Log = Callable[[int, Mapping[str, float]], None]
 
 
@@ -131,8 +132,8 @@ def train(
         validation: episodes of validation classes, which select the best checkpoint.
         how: budget, learning rate and so on.
         label: label of the progress bar.
-        checkpoint: file to which everything is saved at each evaluation. If it exists, training resumes from it,
-            bitwise equal if the budget is a number of steps.
+        checkpoint: file to which everything is saved at each evaluation, and after `OFTEN` seconds. If it exists,
+            training resumes from it, bitwise equal if the budget is a number of steps.
         log: called at each evaluation with the step and a flat dict of figures, such as
             ``lambda step, figures: [writer.add_scalar(k, v, step) for k, v in figures.items()]``.
 
@@ -161,6 +162,14 @@ def train(
         step, seconds, curve, best = (saved[key] for key in ("step", "seconds", "curve", "best"))
     else:
         measure(math.nan)
+
+    def save() -> float:
+        if checkpoint is not None:
+            state = {"learner": learner.state_dict(), "outer": outer.state_dict()}
+            _save(checkpoint, {**state, "step": step, "seconds": seconds, "curve": curve, "best": best})
+        return time.monotonic()
+
+    saved_at = time.monotonic()
     with warnings.catch_warnings(), _bar(label, how, step, seconds) as bar:
         warnings.simplefilter("ignore", bo.BilevelWarning)  # the noise of few directions is part of the comparison
         while how.share(step, seconds) < 1:
@@ -185,9 +194,9 @@ def train(
                 if not math.isfinite(curve[-1]["loss"]):
                     diverged = True
                     break
-                if checkpoint is not None:
-                    state = {"learner": learner.state_dict(), "outer": outer.state_dict()}
-                    _save(checkpoint, {**state, "step": step, "seconds": seconds, "curve": curve, "best": best})
+                saved_at = save()
+            elif time.monotonic() - saved_at > OFTEN:
+                saved_at = save()
     learner.network.load_state_dict(best)
     top = max(curve, key=lambda point: point["accuracy"])
     return {"curve": curve, "steps": step, "seconds": seconds, "diverged": diverged,
