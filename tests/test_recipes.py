@@ -11,6 +11,7 @@ import re
 import struct
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -201,6 +202,7 @@ RUNS = {
         compared,
     ),
     "hanging_net": ("--side 6 --seconds 1 --seeds 1", "hanging_net", hung),
+    "long_runs": ("--list", None, None),
     "length_scales": (
         "--rows 300 --extra 40 --steps 50 --lr 0.05 --methods AID direct SVM",
         "length_scales_digits",
@@ -238,6 +240,7 @@ RUNS = {
         sold,
     ),
     "saddle_escape": ("--seeds 2 --steps 100 --optimizer pragda gda,_lr_1", "saddle_escape", escaped),
+    "three_jobs": ("--updates 4", "three_jobs", lambda r: None),
     "tolls": ("--sizes tiny --seconds 0.5 --seeds 1", "tolls", tolled_by_half),
     "benchmarks.bilevel_suite": (
         "--seconds 0.05 --evaluations 2 --seeds 1 --methods aid --ratios 0.001 --steps 0.1",
@@ -658,6 +661,16 @@ def test_missing_data_says_what_to_do(program, arguments, message, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- shared code
+
+
+@pytest.mark.slow
+def test_the_readme_says_what_its_command_prints(run):
+    numbers, _ = run("three_jobs", "")
+    said = re.findall(r"It prints [^[]*", (Path(__file__).parents[1] / "README.md").read_text())
+    for text, curves in zip(said, numbers["results"].values(), strict=True):
+        ends = [point["accuracy"] for curve in curves.values() for point in (curve[0], curve[-1])]
+        for number in map(float, re.findall(r"0\.\d\d\d", text)):
+            assert min(abs(number - end) for end in ends) <= 0.02, text
 
 
 @pytest.mark.parametrize("name", RUNS)

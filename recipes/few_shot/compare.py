@@ -3,9 +3,10 @@
     python -m recipes.few_shot.compare --data cifar_fs --data-root DIR --shot 5 --seconds 20
     python -m recipes.few_shot.compare --data omniglot --data-root DIR --steps 20000 --share 0.1
 
-With ``--share`` learning rates are searched with that part of the meta-steps, and the best one gets all of them. Every finished run is written to a record in ``--out`` and not repeated, so the program can be stopped and restarted at
-any time; after ``--limit`` seconds it begins no further run. The grid of a learner is extended until its best learning
-rate is inside.
+With ``--share`` learning rates are searched with that part of the budget, and the best one gets the whole. Every
+finished run is written to a record in ``--out`` and not repeated, so the program can be stopped and restarted at any
+time; after ``--limit`` seconds it begins no further run. The grid of a learner is extended until its best learning rate
+is inside.
 """
 
 from __future__ import annotations
