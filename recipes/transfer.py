@@ -25,7 +25,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from argparse import Namespace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,17 @@ METHODS: dict[str, partial[Any]] = {
 SIZES = {"digits": (700, 300), "mnist": (20_000, 5_000)}
 
 
+@lru_cache(maxsize=3)
+def parts_of(data: str, root: Path | None, download: bool, seed: int) -> tuple[Part, Part, Part]:
+    """Return the images with many labels, for validation and for the test."""
+    return load_images(data, root, download, SIZES[data], stream(seed, "data"))
+
+
 class Setting:
     """Data of a case and seed: many labels, the head's labels, validation and test images, each with labels from 0."""
 
     def __init__(self, args: Namespace, case: str, seed: int) -> None:
-        many, val, test = load_images(args.data, args.data_root, args.download, SIZES[args.data], stream(seed, "data"))
+        many, val, test = parts_of(args.data, args.data_root, args.download, seed)
         self.generator, self.labels, self.case = stream(seed, "labels"), args.labels, case
         self.classes = 10
         if case == "new":
