@@ -50,10 +50,10 @@ _WHAT = {
 }
 
 
-def refusal(door: str, method: str, option: str = "") -> ValueError:
-    """Return the error for a way that a method leaves out of its hypergradient; ``option`` is the one that reads x."""
+def refusal(door: str, method: str, option: str = "") -> str:
+    """Return the message about a way that a method leaves out of its hypergradient, by an option if it has a name."""
     what, cure = _WHAT[door]
-    return ValueError(
+    return (
         f"{what.format(option)}, but {method} differentiates only the losses, so the hypergradient would lack this "
         f"part: {cure}"
     )

@@ -70,7 +70,7 @@ def on_copies(live: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tenso
 
 def _changed(hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor:
     found = hook(gradient)
-    if found is None:  # it may keep what it sees, and has to see gradients of one copy
+    if found is None:  # it may keep the gradient, which must then be of one copy
         raise RuntimeError("a hook of a lower parameter returns no gradient")
     return found
 
