@@ -4,6 +4,8 @@ import os
 import pytest
 import torch
 
+from .selection import left_out
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
@@ -26,6 +28,8 @@ def _with_devices(config):
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--slow"):
+        for item in left_out(items):
+            item.add_marker(pytest.mark.slow)
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="full size: run with --slow"))

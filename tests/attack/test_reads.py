@@ -1,7 +1,8 @@
 """Captured steps against eager ones when a value read by a loss changes, in every way, by `step` and `run`.
 
 Either all numbers are those of eager steps at every step, or steps are eager and say why. What torch's guards cannot
-see, so that a graph continues with the old value, is listed in ``UNSEEN``.
+see, so that a graph continues with the old value, is listed in ``UNSEEN``. Each way is tried with a graph of the loss
+alone; whole steps are made for those in ``WHOLE``, and for all others with ``--slow``.
 """
 
 import datetime
@@ -15,6 +16,7 @@ import torch
 import bilevel_optim as bo
 
 from ..compiled import test_losses as known
+from ..compiled.guards import noticed
 from . import ways
 
 METHODS = {
@@ -40,6 +42,11 @@ if torch.__version__ < (2, 12):
     UNSEEN["class of a class"] = UNSEEN["class"] = "torch 2.11 does not guard what an attribute of a class is"
     # A loss that changes torch's default type: its graph cannot be made, and the reason is torch's own.
     REASONS = re.compile(f"{REASONS.pattern}|must have the same dtype")
+BY_KEY = ("hook_for_all_modules", "hooked_parameter")  # seen by a key of the library, which whole steps have
+WHOLE = (
+    *("attribute", "replaced object", "free variable", "tensor", "item of a tensor", "cell", "threads"),
+    *("hook_for_all_modules", "momentum_of_a_normalisation", "state_loaded"),
+)
 AT = (5, 20, 200)
 
 
@@ -86,11 +93,15 @@ def attacked(make, method, at, how):
 HOLDERS, REACHED = [*ways.holders()], [*ways.WAYS]
 PAIRS = [(holder, way) for holder in HOLDERS for way in REACHED]
 LOSSES = [*ways.NEW, *ways.OLD]
-# Each holder, each way and each loss once (every second holder without --slow), and a sample that is another one every
-# day (with --slow).
+# Each holder, each way and each loss once, and with --slow a sample that is another one every day.
 ONCE = [(holder, REACHED[i % len(REACHED)]) for i, holder in enumerate(HOLDERS)]
 TODAY = random.Random(datetime.date.today().toordinal())
 SAMPLE = TODAY.sample([pair for pair in PAIRS if pair not in ONCE], 6)
+CASES = {
+    **{f"{holder}, {way}": ways.pair(holder, way) for holder, way in ONCE},
+    **{make.__name__: make for make in LOSSES},
+    **{name: ways.odd_one(name) for name in ways.odd()},
+}
 EVERY = [(method, at, how) for method in METHODS for at in AT for how in ("step", "run")]
 
 
@@ -98,23 +109,6 @@ def test_there_are_many_ways():
     assert len(HOLDERS) + len(REACHED) + len(LOSSES) + len(ways.odd()) > 150
     assert len(PAIRS) > 1000
     assert {way for _, way in ONCE} == set(REACHED)
-
-
-def unseen(names, slow=()):
-    """Return parameters for these names, with marks for known failures."""
-    found = []
-    for name in names:
-        key = name[0] if isinstance(name, tuple) else name
-        wrong = pytest.mark.xfail(strict=True, reason=UNSEEN.get(key, ""), raises=AssertionError)
-        marks = [wrong] * (key in UNSEEN) + [pytest.mark.slow] * (name in slow)
-        found.append(pytest.param(*([*name] if isinstance(name, tuple) else [name]), marks=marks))
-    return found
-
-
-@pytest.mark.parametrize(("holder", "way"), unseen([*ONCE, *SAMPLE], slow=[*ONCE[1::2], *SAMPLE]), ids=str)
-def test_a_number_that_changes(holder, way):
-    k = HOLDERS.index(holder)
-    attacked(ways.pair(holder, way), "SOBA", 5, ("step", "run")[k // 2 % 2])
 
 
 @pytest.fixture
@@ -127,13 +121,40 @@ def _threads():
 
 
 @pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("name", unseen(ways.odd()))
+@pytest.mark.parametrize("name", [name for name in CASES if name not in BY_KEY])
+def test_a_graph_notices_what_changes(name):
+    found = noticed(CASES[name])
+    if name.split(", ")[0] in UNSEEN:
+        assert found == "stale"
+    else:
+        assert found in ("new graph", "value") or REASONS.search(found)
+
+
+def whole(cases):
+    """Return parameters for these names, with marks for known failures and for those with ``--slow`` only."""
+    found = []
+    for name in cases:
+        key = name[0] if isinstance(name, tuple) else getattr(name, "__name__", name)
+        wrong = pytest.mark.xfail(strict=True, reason=UNSEEN.get(key, ""), raises=AssertionError)
+        marks = [wrong] * (key in UNSEEN) + [pytest.mark.slow] * (key not in WHOLE)
+        found.append(pytest.param(*(name if isinstance(name, tuple) else [name]), marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("holder", "way"), whole([*ONCE, *SAMPLE]), ids=str)
+def test_a_number_that_changes(holder, way):
+    k = HOLDERS.index(holder)
+    attacked(ways.pair(holder, way), "SOBA", 5, ("step", "run")[k // 2 % 2])
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("name", whole(ways.odd()))
 def test_an_odd_thing_that_changes(name):
     """After many steps, with the next comparison far."""
     attacked(ways.odd_one(name), "SOBA", 20, "step")
 
 
-@pytest.mark.parametrize("make", ways.NEW, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", whole(ways.NEW), ids=lambda make: make.__name__)
 def test_a_loss_that_changes(make):
     k = ways.NEW.index(make)
     attacked(make, "SOBA", 5, ("step", "run")[k % 2])

@@ -28,11 +28,6 @@ from ..registry import ROWS, each
 from .test_losses import Held
 
 STEPS, MANY = 5, 3
-VARIANTS = ("ITD-checkpoint",)
-LIKE_OTHERS = (  # or slower
-    "VRBO", "MRBO", "ESMAML", "iMAML", "HOZOG", "TTSA", "BSA", "ANIL", "RSVRB", "BSVRB", "STABLE", "PRAHGD", "PAID",
-    "AmIGO", "FOMAML", "SRBA",
-)  # fmt: skip
 
 
 class Regression:
@@ -150,28 +145,22 @@ def graphs(optimizer):
 
 
 @each(lambda row: row.declared.tasks not in ("required",))
-def test_captured_steps_are_the_eager_ones(row, request):
-    left_out = (row.variant and row.name not in VARIANTS) or row.name in LIKE_OTHERS
-    if left_out and not request.config.getoption("--slow"):
-        pytest.skip("like others: run with --slow")
+def test_captured_steps_are_the_eager_ones(row):
     captured = compared(row)
     reason = captured.diagnostics.get("compile_fallback", "")
     assert (graphs(captured) == 0) == bool(reason), reason
     assert reason == row.declared.uncaptured
 
 
+@pytest.mark.usually("MAML")
 @each(lambda row: row.takes_tasks and row.declared.losses == 2 and not row.declared.uncaptured)
-def test_with_tasks(row, request):
-    if row.name not in WITH_TASKS and not request.config.getoption("--slow"):
-        pytest.skip("one of each kind is enough: run with --slow")
+def test_with_tasks(row):
     captured = compared(row, make=partial(Regression, tasks=True), rounding=1e-9)
     assert graphs(captured) or captured.diagnostics["compile_fallback"]
 
 
 @each(lambda row: row.name in ("SUSTAIN", "TTSA", "BSA"))
-def test_a_random_number_of_products_is_one_graph(row, request):
-    if row.name in LIKE_OTHERS and not request.config.getoption("--slow"):
-        pytest.skip("like others: run with --slow")
+def test_a_random_number_of_products_is_one_graph(row):
     ends = []
     for captured in (False, True):
         problem = Regression(row)
@@ -227,7 +216,6 @@ def test_more_and_more_lower_steps_are_no_full_graph(row):
     assert close(before, [*problem.x, *problem.y], 0.0)
 
 
-WITH_TASKS = ("MAML",)
 CHOSEN = ("ITD", "F2SA", "SOBA")
 
 

@@ -14,8 +14,6 @@ from . import test_losses as losses
 from .test_compile import Regression
 
 pytestmark = pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
-# The others with --slow: what Dynamo reads of a step takes seconds.
-SHOWN = ("SOBA", "RSVRB")
 STEPS, AT_ONCE = 6, 20  # of these, some are compared with eager steps, and the others follow each other
 
 
@@ -48,10 +46,9 @@ def ends(row, compiled):
     return [t.detach() for t in values], optimizer
 
 
+@pytest.mark.usually("SOBA", "RSVRB")  # what Dynamo reads of a step takes seconds
 @each(lambda row: row.takes_tasks and row.declared.losses == 2 and row.name != "F2SA")
-def test_rows_with_tasks(row, request):
-    if row.name not in SHOWN and not request.config.getoption("--slow"):
-        pytest.skip("like others: run with --slow")
+def test_rows_with_tasks(row):
     (right, eager), (found, optimizer) = (ends(row, compiled) for compiled in (False, True))
     rounding = max(row.rounding * 100, 1e-10)
     torch.testing.assert_close(found, right, rtol=rounding, atol=rounding)

@@ -1,9 +1,12 @@
 """Every method on the problems whose solution is known."""
 
+import pytest
 import torch
 
 from ..problems import close, flat
 from ..registry import MOMENTUM, SINGLE, each
+
+pytestmark = pytest.mark.every_row
 
 
 def settled(row, problem, **options):

@@ -1,0 +1,71 @@
+"""Which cases of a test run without ``--slow``, and which with it only.
+
+Of a test in ``FOLDERS`` with a ``row``, one row of each kind of method runs, and each combination of its other
+parameters with one of these rows. ``@pytest.mark.every_row`` keeps all of them, because a row has its own truth there;
+``@pytest.mark.usually("a", "b")`` keeps the cases with a parameter of one of these names. The markers and
+``FOLDERS`` decide alone: a test needs no other way to be short.
+"""
+
+from collections import Counter, defaultdict
+
+FOLDERS = ("compiled", "faults", "generic")
+# A method of each kind: what the others of its kind share with it is most of their code.
+MAIN = (
+    *("AID", "ITD", "F2SA", "BOME", "PZOBO", "SOBA", "StocBiO", "RSVRB", "RAHGD", "RAGDA", "MAML", "RTMLMC"),
+    "FirstOrder",
+)
+
+
+def left_out(items):
+    """Return the items that run with ``--slow`` only, besides those that are marked so."""
+    cases = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and "slow" not in item.keywords:
+            cases[item.path, item.originalname].append(item)
+    kept = {id(case) for own in cases.values() for case in _kept(own)}
+    return [case for own in cases.values() for case in own if id(case) not in kept]
+
+
+def _kept(cases):
+    """Return the cases of a test that run usually."""
+    names = {name for mark in cases[0].iter_markers("usually") for name in mark.args}
+    if names:
+        return [case for case in cases if names & {_name(value) for value in case.callspec.params.values()}]
+    if "row" not in cases[0].callspec.params or cases[0].path.parent.name not in FOLDERS:
+        return cases
+    if cases[0].get_closest_marker("every_row"):
+        return cases
+    rows = _main([case.callspec.params["row"] for case in cases])
+    by_row, by_others, used, kept = defaultdict(list), defaultdict(list), Counter(), []
+    for case in cases:
+        row = case.callspec.params["row"].name
+        if row in rows:
+            by_row[row].append(case)
+            by_others[_others(case)].append(case)
+    for own in by_others.values():
+        kept.append(min(own, key=lambda case: used[case.callspec.params["row"].name]))
+        used[kept[-1].callspec.params["row"].name] += 1
+    for row, own in by_row.items():
+        if not used[row]:
+            kept.append(min(own, key=lambda case: used[_others(case)]))
+            used[_others(kept[-1])] += 1
+    return kept
+
+
+def _main(rows):
+    """Return the names of the main methods, and of the first row of each family that has none of them."""
+    names = {row.name for row in rows if row.name in MAIN}
+    families = {row.declared.family for row in rows if row.name in names}
+    for row in rows:
+        if row.declared.family not in families:
+            families.add(row.declared.family)
+            names.add(row.name)
+    return names
+
+
+def _others(case):
+    return tuple([f"{name}={_name(value)}" for name, value in sorted(case.callspec.params.items()) if name != "row"])
+
+
+def _name(value):
+    return getattr(value, "name", None) or getattr(value, "__name__", None) or str(value)
