@@ -179,6 +179,7 @@ def test_a_random_number_of_products_is_one_graph(row):
 GROWS = "the number of lower steps grows"
 
 
+@pytest.mark.usually("BA")
 @each(("BA", "BSA"))
 def test_more_and_more_lower_steps_run_eagerly_at_once(row):
     """With the reason, as long as they grow; with a fixed number they are captured."""
@@ -198,6 +199,7 @@ def test_more_and_more_lower_steps_run_eagerly_at_once(row):
     assert close([*problem.x, *problem.y], [*other.x, *other.y], 1e-11)
 
 
+@pytest.mark.usually("BSA")
 @each(("BA", "BSA"))
 def test_more_and_more_lower_steps_are_no_full_graph(row):
     problem = Regression(row)
@@ -219,6 +221,7 @@ def test_more_and_more_lower_steps_are_no_full_graph(row):
 CHOSEN = ("ITD", "F2SA", "SOBA")
 
 
+@pytest.mark.usually("SOBA")
 @each(CHOSEN)
 def test_with_lower_adam_and_an_upper_scheduler(row):
     if row.declared.lower_optimizer == "given gradient" and row.name != "SOBA":
@@ -234,6 +237,7 @@ def test_with_lower_adam_and_an_upper_scheduler(row):
     assert close([*problem.x, *problem.y], [*other.x, *other.y], 1e-8)
 
 
+@pytest.mark.usually("Adam")
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_the_bias_of_adam_is_corrected_in_double_precision_as_torch_does(kind):
     """The count of steps is a tensor of the default type, and its powers would be too."""
@@ -286,6 +290,7 @@ def resumed(row, saved, backend, more=MORE):
     return state, [t.detach() for t in (*problem.x, *problem.y)], optimizer.oracle_counts
 
 
+@pytest.mark.usually("SOBA")
 @each(CHOSEN)
 def test_a_captured_run_resumes_bit_for_bit(row, request, tmp_path):
     """In a new process: all steps are those of graphs, also the first ones and those that are compared."""
@@ -356,6 +361,7 @@ def normalising(x, y):
     return lambda: base(x, y) + 0.1 * (norm(rows * x) @ y).square().mean()
 
 
+@pytest.mark.usually("branching")
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 @pytest.mark.parametrize(
     ("lower", "word"),
@@ -409,6 +415,7 @@ def test_reads_inside_a_checkpoint_are_captured():
     assert graphs(optimizer) == 1
 
 
+@pytest.mark.usually("object")
 @pytest.mark.parametrize("how", ["number", "object"])
 def test_a_lambda_made_again_is_the_same_until_it_reads_something_else(how):
     made = []
@@ -431,6 +438,7 @@ def test_a_lambda_made_again_is_the_same_until_it_reads_something_else(how):
     assert graphs(optimizer) == 2
 
 
+@pytest.mark.usually("float")
 @pytest.mark.parametrize("read", [float, torch.Tensor.item])
 def test_a_value_that_is_read_on_the_host_stays_on_the_device(read):
     """It is an argument of the graph, which stays right when it is written in place."""
@@ -451,6 +459,7 @@ def test_a_value_that_is_read_on_the_host_stays_on_the_device(read):
     assert "compile_fallback" not in optimizer.diagnostics
 
 
+@pytest.mark.usually("0.0")
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_attention_is_captured_without_dropout(dropout):
@@ -676,6 +685,7 @@ def test_shapes_are_captured_a_bounded_number_of_times(strict, monkeypatch):
         assert eager == [5, 6, 7, 12, 13, 14]  # all of the three that came last
 
 
+@pytest.mark.usually("11")
 @pytest.mark.parametrize("at", [7, 8, 11])
 def test_a_run_keeps_what_came_before_a_failure(at):
     """Nothing of the failing step or after it; the data go on where the failing step had begun."""
@@ -694,8 +704,17 @@ def test_a_run_keeps_what_came_before_a_failure(at):
     assert close(*results, 1e-12)
 
 
-@pytest.mark.parametrize("level", ["upper", "lower"])
-@pytest.mark.parametrize("kind", [bo.AID, bo.ITD, bo.StocBiO, bo.RAHGD])
+SHOWN = ((bo.AID, "lower"), (bo.ITD, "upper"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [
+        pytest.param(kind, level, marks=[pytest.mark.slow] * ((kind, level) not in SHOWN))
+        for kind in (bo.AID, bo.ITD, bo.StocBiO, bo.RAHGD)
+        for level in ("upper", "lower")
+    ],
+)
 def test_a_nan_gradient_at_a_finite_loss_fails(kind, level):
     """The root has no derivative if a batch contains 0."""
     x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)

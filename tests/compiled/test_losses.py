@@ -581,6 +581,7 @@ def test_a_value_that_a_loss_reads_changes(make, graphs):
     captured(make, graphs)
 
 
+@pytest.mark.usually("mixed")
 @pytest.mark.parametrize("kind", ["product", "slope", "mixed"])
 def test_a_schedule(kind):
     """The third value is an argument."""
@@ -603,6 +604,7 @@ def test_a_schedule(kind):
     assert twin.optimizer.captured_graphs == 2
 
 
+@pytest.mark.usually("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_schedule_keeps_the_type_of_the_other_operand(dtype):
     """A number that has become a tensor has no say in the type of a result, and is no less precise."""
@@ -627,6 +629,7 @@ def test_a_schedule_keeps_the_type_of_the_other_operand(dtype):
     assert seen[0] == [dtype, dtype, torch.float64]
 
 
+@pytest.mark.usually("number", "same")
 @pytest.mark.parametrize("how", ["number", "object", "same"])
 def test_recreated_lambdas_are_the_same_losses(how):
     """Until they read something else."""
@@ -646,6 +649,7 @@ def test_recreated_lambdas_are_the_same_losses(how):
     assert twin.optimizer.captured_graphs == (1 if how == "same" else 2)
 
 
+@pytest.mark.usually("F2SA")
 @pytest.mark.parametrize("cls", [bo.ITD, bo.F2SA])
 def test_a_projection_reads_as_a_loss_does(cls):
     """A radius that changes."""
