@@ -2,7 +2,7 @@
 
 Of a test in ``FOLDERS`` with a ``row``, one row of each kind of method runs, and each combination of its other
 parameters with one of these rows. ``@pytest.mark.every_row`` keeps all of them, because a row has its own truth there;
-``@pytest.mark.usually("a", "b")`` keeps the cases with a parameter of one of these names. The markers and
+``@pytest.mark.usually("a", "b")`` keeps the cases of these ids, or with a parameter of one of these names. The markers and
 ``FOLDERS`` decide alone: a test needs no other way to be short.
 """
 
@@ -30,7 +30,7 @@ def _kept(cases):
     """Return the cases of a test that run usually."""
     names = {name for mark in cases[0].iter_markers("usually") for name in mark.args}
     if names:
-        return [case for case in cases if names & {_name(value) for value in case.callspec.params.values()}]
+        return [case for case in cases if names & {case.callspec.id, *map(_name, case.callspec.params.values())}]
     if "row" not in cases[0].callspec.params or cases[0].path.parent.name not in FOLDERS:
         return cases
     if cases[0].get_closest_marker("every_row"):

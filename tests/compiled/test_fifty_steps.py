@@ -8,10 +8,11 @@ import torch
 import bilevel_optim as bo
 
 from ..registry import ROWS
+from ..selection import MAIN
 from .test_compile import Regression
 
 SINGLE, AT_ONCE = 30, 20
-SHOWN = ("SOBA", "AID", "ITD", "F2SA", "PZOBO", "RSVRB")  # without --slow
+SHOWN = ("SOBA", "F2SA", "RSVRB")  # without --slow; with another backend one of each kind
 CASES = {
     "stochastic": {},
     "dropout": {"dropout": 0.3},
@@ -56,14 +57,15 @@ def fifty(row, dtype, case, backend):
 
 
 def pytest_generate_tests(metafunc):
-    """All of them with ``--slow``; six methods in float64 without, and eight steps of all methods elsewhere."""
-    slow = metafunc.config.getoption("--slow")
+    """All of them with ``--slow``; three methods in float64 without, and eight steps of each kind elsewhere."""
+    slow, backend = (metafunc.config.getoption(name) for name in ("--slow", "--backend"))
+    shown = SHOWN if backend == "eager" else MAIN
     chosen = [
         pytest.param(row, dtype, case, id=f"{row.name}-{dtype}-{case}")
         for row in ROWS
         for dtype in ROUNDING
         for case in CASES
-        if (slow or (row.name in SHOWN and case == "stochastic" and dtype == torch.float64))
+        if (slow or (row.name in shown and case == "stochastic" and dtype == torch.float64))
         and (case != "tasks" or (row.takes_tasks and row.declared.losses == 2))
     ]
     metafunc.parametrize(("row", "dtype", "case"), chosen)

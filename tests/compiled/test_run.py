@@ -67,6 +67,7 @@ def one_by_one_and_at_once(make, steps=(5, 14)):
     return *results, max(map(len, counted), default=-1) + 1
 
 
+@pytest.mark.usually("TTSA")
 @pytest.mark.parametrize("cls", [bo.SOBA, bo.TTSA])
 def test_lists_are_drawn_at_once(cls):
     """Runs of different lengths with random numbers of draws agree bit for bit, and so do all positions."""
@@ -76,6 +77,7 @@ def test_lists_are_drawn_at_once(cls):
     assert at_once == 7  # all before one that is compared
 
 
+@pytest.mark.usually("TTSA")
 @pytest.mark.parametrize("cls", [bo.SOBA, bo.AID, bo.TTSA])
 def test_several_steps_in_one_graph(cls, monkeypatch):
     """Losses, flags, state and positions are those of the steps, however many fit into a graph."""
@@ -135,7 +137,8 @@ def test_another_kind_of_step_ends_what_is_drawn_at_once(monkeypatch):
     assert max(counted, default=0) == 3  # of four steps one has more lower steps
 
 
-@pytest.mark.parametrize("change", [(None, BATCHES), (BATCHES, None), ("sum", BATCHES)])
+@pytest.mark.usually("data", "sum")
+@pytest.mark.parametrize("change", [(None, BATCHES), (BATCHES, None), ("sum", BATCHES)], ids=["data", "no data", "sum"])
 def test_a_loss_with_other_data_has_another_graph(change):
     """Called with a batch, without, or with a term of a sum."""
 
@@ -246,6 +249,7 @@ class Reused:
             yield batch.resize_(1 if k == self.small else 2, 3).fill_(0.1 * (k % 5))
 
 
+@pytest.mark.usually("one", "11")
 @pytest.mark.parametrize("data", [Reused(1), Reused(2), Reused(1, 11), Reused(1, 13)], ids=["one", "two", "11", "13"])
 def test_batches_that_are_written_into_are_drawn_step_by_step(data):
     """By a run, which draws ahead, as one by one."""

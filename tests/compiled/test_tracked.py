@@ -89,10 +89,8 @@ WAYS = {
 }
 
 
-LIKE_OTHERS = ("svrb free", "bsvrb", "rsvrb exact")
-
-
-@pytest.mark.parametrize("way", [pytest.param(w, marks=[pytest.mark.slow] * (w in LIKE_OTHERS)) for w in WAYS])
+@pytest.mark.usually("svrb", "rsvrb free")
+@pytest.mark.parametrize("way", WAYS)
 def test_captured_steps_are_the_eager_ones(way, monkeypatch):
     """Steps and a run agree; each number of different tasks has its own graph."""
     cls, options = WAYS[way]
@@ -110,6 +108,7 @@ def test_captured_steps_are_the_eager_ones(way, monkeypatch):
     assert optimizer.captured_graphs == 1 + ("probabilities" in options)
 
 
+@pytest.mark.usually("rsvrb")
 @pytest.mark.parametrize("way", ["svrb", "rsvrb", "stable"])
 def test_captured_steps_begin_anew_when_x_has_another_size(way):
     """That step visits all tasks, and draws otherwise than those that follow."""
@@ -128,6 +127,7 @@ def test_captured_steps_begin_anew_when_x_has_another_size(way):
     assert optimizer.captured_graphs == 2
 
 
+@pytest.mark.usually("bsvrb 2")
 @pytest.mark.parametrize("way", ["svrb free", "bsvrb 2"])
 def test_a_captured_run_goes_on_bit_for_bit(way):
     cls, options = WAYS[way]
