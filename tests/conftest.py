@@ -30,9 +30,12 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--slow"):
         for item in left_out(items):
             item.add_marker(pytest.mark.slow)
-        for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="full size: run with --slow"))
+        config.hook.pytest_deselected(items=[item for item in items if "slow" in item.keywords])
+        items[:] = [item for item in items if "slow" not in item.keywords]
+
+
+def pytest_report_header(config):
+    return [] if config.getoption("--slow") else ["full sizes and further cases are left out: run with --slow"]
 
 
 def pytest_collection_finish(session):

@@ -2,8 +2,8 @@
 
 Of a test in ``FOLDERS`` with a ``row``, one row of each kind of method runs, and each combination of its other
 parameters with one of these rows. ``@pytest.mark.every_row`` keeps all of them, because a row has its own truth there;
-``@pytest.mark.usually("a", "b")`` keeps the cases of these ids, or with a parameter of one of these names. The markers and
-``FOLDERS`` decide alone: a test needs no other way to be short.
+``@pytest.mark.usually("a", "b")`` keeps the cases of these ids, or with a parameter of one of these names. The markers
+and ``FOLDERS`` decide alone: a test needs no other way to be short.
 """
 
 from collections import Counter, defaultdict

@@ -361,7 +361,7 @@ def normalising(x, y):
     return lambda: base(x, y) + 0.1 * (norm(rows * x) @ y).square().mean()
 
 
-@pytest.mark.usually("branching")
+@pytest.mark.slow  # as test_refusals in test_losses.py
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 @pytest.mark.parametrize(
     ("lower", "word"),
@@ -383,6 +383,7 @@ def test_steps_are_eager_if_a_graph_cannot_see_a_value(lower, word):
     assert close(*results, 0.0)
 
 
+@pytest.mark.slow  # as that in test_losses.py
 def test_normalisation_in_training_mode_is_captured():
     results = []
     for optimizer, losses, x, y in simple(normalising):
@@ -415,7 +416,7 @@ def test_reads_inside_a_checkpoint_are_captured():
     assert graphs(optimizer) == 1
 
 
-@pytest.mark.usually("object")
+@pytest.mark.slow  # as test_recreated_lambdas_are_the_same_losses
 @pytest.mark.parametrize("how", ["number", "object"])
 def test_a_lambda_made_again_is_the_same_until_it_reads_something_else(how):
     made = []
@@ -438,7 +439,7 @@ def test_a_lambda_made_again_is_the_same_until_it_reads_something_else(how):
     assert graphs(optimizer) == 2
 
 
-@pytest.mark.usually("float")
+@pytest.mark.slow  # as "value of a tensor" in test_losses.py
 @pytest.mark.parametrize("read", [float, torch.Tensor.item])
 def test_a_value_that_is_read_on_the_host_stays_on_the_device(read):
     """It is an argument of the graph, which stays right when it is written in place."""
@@ -459,7 +460,7 @@ def test_a_value_that_is_read_on_the_host_stays_on_the_device(read):
     assert "compile_fallback" not in optimizer.diagnostics
 
 
-@pytest.mark.usually("0.0")
+@pytest.mark.slow  # as "attention" in test_losses.py
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_attention_is_captured_without_dropout(dropout):
@@ -575,6 +576,7 @@ class Trainer:
         return base(self.x, self.y, self.config.factor)
 
 
+@pytest.mark.slow  # as "child_of_a_class" in test_losses.py
 def test_attributes_of_attributes_are_in_sight():
     results = []
     for optimizer, losses, x, y in simple(lambda x, y: Trainer(x, y).lower):
@@ -603,6 +605,7 @@ def test_batches_of_any_pytree_are_arguments():
     assert graphs(optimizer) == 1
 
 
+@pytest.mark.slow  # as "written_tensor" in test_losses.py
 def test_a_tensor_that_is_written_in_place_is_an_argument():
     results = []
     for optimizer, _, x, y in simple(lambda x, y: lambda: base(x, y)):

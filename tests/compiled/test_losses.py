@@ -202,7 +202,10 @@ COPIED = (own_function, attention)
 
 
 # Dynamo misses the parameters of a weight norm, which only a whole step finds out.
-@pytest.mark.parametrize("make", [make for make in OPERATIONS if make is not weight_norm])
+ALONE = [make for make in OPERATIONS if make is not weight_norm]
+
+
+@pytest.mark.parametrize("make", ALONE)
 def test_operations_of_losses_are_one_graph(make):
     assert noticed(make) == "value"
 
@@ -902,6 +905,7 @@ REFUSALS = [
     (array, "a loss reads a NumPy array", 1),
     (array_as_a_tensor, "a loss reads a NumPy array", 1),
 ]
+# Also with a graph of the loss alone.
 BY_GUARDS = [(make, reason) for make, reason, first in REFUSALS if first == 1 and make is not attention_with_dropout]
 
 
@@ -910,7 +914,7 @@ def test_refusals_of_a_loss_alone(make, reason):
     assert says(reason, noticed(make))
 
 
-@pytest.mark.usually("attention_with_dropout", "python_choice", "counter", "own_data", "written_row", "spectral_norm")
+@pytest.mark.usually("attention_with_dropout", "python_choice", "counter", "own_data", "spectral_norm")
 @pytest.mark.parametrize(("make", "reason", "first"), REFUSALS)
 def test_refusals(make, reason, first):
     refused(make, reason, first, method="F2SA" if make is attention_with_dropout else "SOBA")
