@@ -246,6 +246,7 @@ def test_adaptation_measures_too(many):
     assert not y.any()
 
 
+@pytest.mark.usually("SOBA")
 @pytest.mark.parametrize("name", ["SOBA", "AID", "F2SA", "ITD"])
 def test_compiled_and_resumed_runs_go_on_like_eager_ones(name):
     """The rate is a tensor of the graph, so that nothing is recompiled."""
@@ -316,6 +317,7 @@ def test_modules_and_dropout():
     assert int(net[1].num_batches_tracked) == 30
 
 
+@pytest.mark.usually("SABA")
 @pytest.mark.parametrize("name", ["SABA", "SRBA"])
 def test_a_finite_sum_measures_the_curvature_of_the_drawn_term(name):
     """Not always of the first; with one over it alone both diverge here. Compiled steps measure the same."""

@@ -35,6 +35,7 @@ def level(optimizer):
 # ---------------------------------------------------------------------------------------------------- pathwise
 
 
+@pytest.mark.usually("0-sum", "2-product", "2-cg")
 @pytest.mark.parametrize("neumann", ["sum", "product", "cg"])
 @pytest.mark.parametrize("base", [0, 2])
 def test_telescoping_path_by_path(neumann, base):
@@ -117,6 +118,7 @@ def test_mean_and_variance_on_p0_by_plain_monte_carlo():
     assert float(sample.var()) == pytest.approx(4.51945, rel=5 * (24 / 6000) ** 0.5)
 
 
+@pytest.mark.usually("systematic-16-2")
 @pytest.mark.parametrize("K", [1, 2, 4])
 @pytest.mark.parametrize(
     ("sampling", "n"),

@@ -453,6 +453,7 @@ def test_symmetric_weights_would_blow_up():
     assert sizes[1] / sizes[0] == pytest.approx(10, rel=0.1)
 
 
+@pytest.mark.usually("2")
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_normalised_steps_satisfy_their_bound(p):
     """avg |grad phi| <= 3 Delta/(eta T) + 3 L eta/2 + 8 avg |Phi - grad phi| (T8)."""
@@ -535,6 +536,7 @@ def test_automatic_stencil_changes_to_forward_at_order_two():
     close(problem.x[0].grad, problem.predicted(stencil(2, "forward").nodes, 0.5), 1e-6, 1e-6)
 
 
+@pytest.mark.usually("0.1-shared", "0.9-independent")
 @pytest.mark.filterwarnings("ignore:nu = 0.3.* is large")  # 0.9 of the pole, not 0.1 of it
 @pytest.mark.parametrize("samples", ["shared", "independent"])
 @pytest.mark.parametrize("nu_r", [0.1, 0.9])

@@ -271,6 +271,7 @@ def test_indefinite_lower_hessian_is_reported_once():
     assert x.isfinite().all()
 
 
+@pytest.mark.usually("AID")
 @pytest.mark.parametrize(
     ("cls", "options"),
     [(bo.AID, {}), (bo.BA, {}), (bo.AID, {"compiled": True, "lower_steps": 3, "linear_steps": 4})],

@@ -76,6 +76,7 @@ def test_the_correction_shares_the_sample():
     assert len(set(noise)) == 4
 
 
+@pytest.mark.usually("RAGDA")
 @pytest.mark.parametrize("cls", [bo.GDA, bo.RAGDA, bo.PRAGDA])
 def test_the_check_takes_one_loss(cls):
     problem = Saddle()

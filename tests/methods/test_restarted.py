@@ -406,6 +406,7 @@ class Quartic(Problem):
         return optimizer, steps
 
 
+@pytest.mark.usually("keep-12-150-109-11-5e-05-15600")
 @pytest.mark.parametrize(
     ("period", "steps", "restarts", "selected", "norm", "solved_twice"),
     [

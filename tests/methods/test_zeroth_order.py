@@ -471,6 +471,7 @@ def test_losses_that_vmap_cannot_run_are_looped():
     close(h, problem.direct() + problem.indirect(6), 1e-11, 1e-11)
 
 
+@pytest.mark.usually("True")
 @pytest.mark.parametrize("shared", [True, False])
 def test_directions_of_their_own_have_less_variance(shared):
     """Shared: variance (p + 1) |mean w_i|^2; one set per task: (p + 1) mean |w_i|^2 / m. Both have the same mean."""
