@@ -37,6 +37,7 @@ def timeless(found):
     return [{k: v for k, v in point.items() if k != "seconds"} for point in found["curve"]]
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 @pytest.mark.parametrize("name", ["protonet", "pzobo", "f2sa", "maml", "reptile"])
 def test_resumed_training_gives_the_same_numbers(name, tmp_path, monkeypatch):
