@@ -84,7 +84,8 @@ def projection_reads(projection: Callable[..., Any], y: Vector, x: Sequence[Tens
 
 def steps_read(step: Callable[[], Any], x: Sequence[Tensor]) -> bool:
     """Return True if the step of an optimizer, which makes no graph, reads one of these tensors."""
-    with _Look(x) as look:
+    look = _Look(x)
+    with look:
         step()
     return look.read
 
