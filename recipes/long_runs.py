@@ -15,16 +15,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .common import Parser, show
+from . import transfer
+from .common import Parser
 from .few_shot import compare
 from .papers import __main__ as papers
 
 __all__ = ["QUEUE", "Job", "main"]
 
 RECORDS = Path(__file__).parent / "few_shot" / "results"
+TRANSFER = Path(__file__).parents[1] / "docs" / "records"
 # Learning rates are searched with a tenth of the steps; the five best learners get three seeds.
 BUDGET = "--schedule cosine --share 0.1 --seeds 3 --best 5 --evaluations 20 --episodes 100 --test-episodes 600"
 OMNIGLOT = f"--data omniglot --rotations --steps 20000 {BUDGET} --learners"
+# One learning rate for each learner is searched with 200 steps; a step takes a second.
+CIFAR = (
+    "--data cifar_fs --backbone resnet12 --shot 5 --tasks 1 --augment --steps 2000 --schedule cosine --share 0.1 "
+    "--rates 0.0003 --seeds 1 --most 4 --evaluations 10 --episodes 60 --test-episodes 600 "
+    "--learners protonet ridge anil first-order aid"
+)
 LEARNERS = "protonet ridge anil fomaml maml first-order aid pzobo-code pzobo f2sa imaml"  # the fastest first
 
 
@@ -39,6 +47,14 @@ class Job(NamedTuple):
 QUEUE = {
     "omniglot-5": Job(compare.main, f"{OMNIGLOT} {LEARNERS}", "omniglot"),
     "omniglot-20": Job(compare.main, f"--way 20 {OMNIGLOT} {LEARNERS}", "omniglot"),
+    "cifar-fs": Job(compare.main, CIFAR, "cifar_fs"),
+    "cifar-fs-pretrained": Job(compare.main, f"--pretrain 3000 {CIFAR}", "cifar_fs"),
+    **{
+        f"transfer-{labels}": Job(
+            transfer.main, f"--data mnist --labels {labels} --steps 1000 --out {shlex.quote(str(TRANSFER))}", "mnist"
+        )
+        for labels in (10, 30, 100)
+    },
     "mnist": Job(papers.main, "run 000-mnist"),
 }
 
@@ -52,7 +68,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--list", action="store_true", help="show the comparisons, and make none")
     args = parser.parse(given)
     if args.list:
-        show("Comparisons, in this order", ("", "arguments"), [[name, job.arguments] for name, job in QUEUE.items()])
+        print(*(f"{name}: {job.arguments}" for name, job in QUEUE.items()), sep="\n")
         return
     if args.data_root is None:
         parser.error("the following argument is required: --data-root")

@@ -40,7 +40,7 @@ def digits(*sizes: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     torch.manual_seed(0)
     found = load_digits()
     images, truth = torch.tensor(found.data).float() / 16, torch.tensor(found.target)
-    return images, truth, [*torch.randperm(len(truth)).split(sizes)]
+    return images, truth, [*torch.split(torch.randperm(len(truth)), [*sizes])]
 
 
 def loop(label: str, arm: str, steps: int) -> Curve:

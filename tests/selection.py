@@ -2,8 +2,9 @@
 
 Of a test in ``FOLDERS`` with a ``row``, one row of each kind of method runs, and each combination of its other
 parameters with one of these rows. ``@pytest.mark.every_row`` keeps all of them, because a row has its own truth there;
-``@pytest.mark.usually("a", "b")`` keeps the cases of these ids, or with a parameter of one of these names. The markers
-and ``FOLDERS`` decide alone: a test needs no other way to be short.
+``@pytest.mark.usually("a", "b")`` keeps the cases of these ids, or with a parameter of one of these names.
+``@pytest.mark.few(n)`` keeps n cases, evenly spread, where all share their code. The markers and ``FOLDERS`` decide
+alone: a test needs no other way to be short.
 """
 
 from collections import Counter, defaultdict
@@ -31,6 +32,10 @@ def _kept(cases):
     names = {name for mark in cases[0].iter_markers("usually") for name in mark.args}
     if names:
         return [case for case in cases if names & {case.callspec.id, *map(_name, case.callspec.params.values())}]
+    few = cases[0].get_closest_marker("few")
+    if few:
+        (most,) = few.args
+        return [cases[i * len(cases) // most] for i in range(most)] if len(cases) > most else cases
     if "row" not in cases[0].callspec.params or cases[0].path.parent.name not in FOLDERS:
         return cases
     if cases[0].get_closest_marker("every_row"):

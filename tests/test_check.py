@@ -185,6 +185,7 @@ def test_uncheckable_problems_say_so():
         bo.check_hypergradient(optimizer, *problem.losses, tasks=[1, 2])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reference", ["implicit", "differences"])
 def test_large_lower_problems_are_checked_without_a_dense_hessian(reference):
     """More lower variables than one is made for, in float32; by differences with random probes."""
@@ -223,6 +224,7 @@ def test_losses_without_second_derivatives_are_checked_by_differences():
 # ---------------------------------------------------------------------------------------------------- tasks
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("reference", ["dense", "differences"])
 @pytest.mark.parametrize(
     ("cls", "options", "error"),
@@ -337,6 +339,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
     ("reference", "dtype"), [("auto", torch.float64), ("differences", torch.float64), ("implicit", torch.float32)]
@@ -362,6 +365,7 @@ def test_losses_without_a_fault_are_right(dtype, reference):
     assert (report.gap < 1e-3) == (reference != "differences")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("problem", [Quadratic, Cosh, PenaltyQuadratic, Cleaning, Tasks])
 @pytest.mark.parametrize("reference", ["dense", "implicit"])
 def test_a_difference_of_the_solved_problem_agrees_with_the_reference(problem, reference):

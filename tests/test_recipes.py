@@ -188,6 +188,13 @@ def exchanged(r):
         assert row["tensors"] >= row["between"] > row["state"] > 0 == row["reduced"] == row["gathered"]
 
 
+def transferred(r):
+    assert len(r["results"]) == 9
+    for name, found in r["results"].items():
+        assert len(found["tests"]) == 2
+        assert 0.05 < min(found["tests"]) <= max(found["tests"]) < 1, name
+
+
 # Arguments of each program's run, its files, and facts about its numbers.
 RUNS = {
     "audit_labels": (
@@ -242,6 +249,7 @@ RUNS = {
     "saddle_escape": ("--seeds 2 --steps 100 --optimizer pragda gda,_lr_1", "saddle_escape", escaped),
     "three_jobs": ("--updates 4", "three_jobs", lambda r: None),
     "tolls": ("--sizes tiny --seconds 0.5 --seeds 1", "tolls", tolled_by_half),
+    "transfer": ("--steps 3 --seeds 2 --most 3 --arms untrained ordinary ITD", "transfer_digits_20", transferred),
     "benchmarks.bilevel_suite": (
         "--seconds 0.05 --evaluations 2 --seeds 1 --methods aid --ratios 0.001 --steps 0.1",
         "bilevel_suite_digits_corruption0.5",
@@ -273,7 +281,15 @@ RUNS = {
     "benchmarks.suggest": ("--cases quartic --methods SOBA --steps 3 --max-seconds 1", None, None),
     "benchmarks.paths": ("--directions 2 --chunk 2 --repeats 1", None, None),
 }
-PLAIN = ("black_box", "contextual", "conditioning", "lower_rates", "many_tasks", "ranks")  # without a figure
+PLAIN = (
+    "black_box",
+    "contextual",
+    "conditioning",
+    "lower_rates",
+    "many_tasks",
+    "ranks",
+    "transfer",
+)  # without a figure
 
 
 def test_every_program_has_a_run():

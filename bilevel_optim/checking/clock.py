@@ -29,7 +29,7 @@ class TimeLimit:
         self._name = name
         self._start, self._seconds, self._last, self._shown = time.monotonic(), seconds, 0.0, 0
         self._from, self._to = 0.0, 1.0
-        self.note = ""  # what is known when the time is up
+        self.note = ""  # a fact for the report if the time is up
 
     @property
     def spent(self) -> float:

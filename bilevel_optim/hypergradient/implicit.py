@@ -14,7 +14,7 @@ from ..oracle.second_order import system_sample
 from ..problem.objective import Sample
 from ..problem.profiling import span
 from ..problem.vector import Vector
-from ..solvers.linear import UNSOLVED, LinearSolution
+from ..solvers.linear import LinearSolution, unsolved_from
 from .estimate import Estimate
 
 __all__ = ["implicit", "watched"]
@@ -29,8 +29,7 @@ DIVERGING = (
 )
 ROUNDED = (
     "the linear system of the implicit hypergradient is not solved, because rounding errors are too large for the "
-    "condition of the lower Hessian: the iterations ended with a small residual of their own, but the true one is not "
-    "small"
+    "condition of the lower Hessian"
 )
 NEARLY_SINGULAR = (
     "the linear system of the implicit hypergradient is not solved by the LU factorisation, because the lower Hessian "
@@ -121,11 +120,12 @@ def watched(oracle: Oracle, result: LinearSolution, said: Tensor | None = None) 
     if result.diverged is not None and result.relative is not None:
         figures = [t.detach() for t in (result.relative, result.relative if said is None else said)]
         flags = [result.indefinite, result.diverged]
-        message = partial(_reason, result, *figures, dense=said is None)
+        most = unsolved_from(result.solution[0].dtype)
+        message = partial(_reason, result, *figures, most=most, dense=said is None)
         if oracle.lanes is None:
-            oracle.checks.alert_if("unsolved system", message, _unsolved, *flags, *figures)
+            oracle.checks.alert_if("unsolved system", message, partial(_unsolved, most=most), *flags, *figures)
         else:
-            oracle.checks.alert("unsolved system", message, _unsolved(*flags, *figures).any())
+            oracle.checks.alert("unsolved system", message, _unsolved(*flags, *figures, most=most).any())
     found = {"linear_residual": result.residual, "linear_iterations": result.iterations}
     if result.relative is not None:
         found["linear_relative_residual"] = result.relative
@@ -134,25 +134,25 @@ def watched(oracle: Oracle, result: LinearSolution, said: Tensor | None = None) 
     return found
 
 
-def _unsolved(indefinite: Any, diverged: Any, relative: Any, said: Any) -> Any:
-    return (indefinite > 0) | (diverged > 0) | _rounded(relative, said)
+def _unsolved(indefinite: Any, diverged: Any, relative: Any, said: Any, *, most: float) -> Any:
+    """Return True for a failed solve, or if the true residual is far above that of the recursion (rounding errors)."""
+    return (indefinite > 0) | (diverged > 0) | ((relative > most) & (relative > 10 * said))
 
 
-def _rounded(relative: Any, said: Any) -> Any:
-    """Return True if rounding errors have spoilt a solution: its true residual is far above that of the recursion."""
-    return (relative > UNSOLVED) & (relative > 10 * said)
-
-
-def _reason(result: LinearSolution, relative: Tensor, said: Tensor, *, dense: bool) -> str:
+def _reason(result: LinearSolution, relative: Tensor, said: Tensor, *, most: float, dense: bool) -> str:
     """Say why the system is not solved, with the figures of the worst lane, and what helps."""
     assert result.diverged is not None
-    bad = _unsolved(result.indefinite, result.diverged, relative, said).reshape(-1)
+    bad = _unsolved(result.indefinite, result.diverged, relative, said, most=most).reshape(-1)
     worst = int(torch.where(bad, relative.reshape(-1), -1.0).argmax())
-    first = [bool(flags.reshape(-1)[worst]) for flags in (result.indefinite, result.diverged)]
-    text = INDEFINITE if first[0] else ROUNDED if not first[1] else NEARLY_SINGULAR if dense else DIVERGING
-    seen = f"|b - H v| = {float(relative.reshape(-1)[worst]):.2g} |b|"
+    indefinite, diverged, own, condition = (
+        0.0 if t is None else float(t.reshape(-1)[worst])
+        for t in (result.indefinite, result.diverged, relative, result.condition)
+    )
+    rounded = not diverged or condition * torch.finfo(result.solution[0].dtype).eps > 1e-3
+    text = INDEFINITE if indefinite else NEARLY_SINGULAR if dense else ROUNDED if rounded else DIVERGING
+    seen = f"|b - H v| = {own:.2g} |b|"
     if not dense:
         seen += f" after {int(result.iterations.reshape(-1)[worst])} iterations"
-    if text in (ROUNDED, DIVERGING) and result.condition is not None:
-        seen += f", condition of H at least {float(result.condition.reshape(-1)[worst]):.1g}"
+    if condition and not indefinite:
+        seen += f", condition of H at least {condition:.1g}"
     return f"{text} ({seen}). {HELP[text]}"

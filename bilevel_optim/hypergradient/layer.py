@@ -76,7 +76,7 @@ def solve(
     xs, ys = _parts(x), Vector(t.detach() for t in _parts(y))
     problem = _Problem(loss, len(xs), isinstance(x, Tensor), isinstance(y, Tensor), linear_steps)
     found = _minimise(problem, Vector(t.detach() for t in xs), ys, minimiser, steps, tol)
-    results: tuple[Tensor, ...] = _Implicit.apply(problem, *xs, *found)  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, ...] = _Implicit.apply(problem, *xs, *found)
     return results[0] if isinstance(y, Tensor) else results
 
 
@@ -189,7 +189,7 @@ class _Implicit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *b: Tensor) -> tuple[Tensor | None, ...]:
         problem, graph = ctx.problem, torch.is_grad_enabled()
-        v: tuple[Tensor, ...] = _Inverse.apply(problem, len(b), *b, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        v: tuple[Tensor, ...] = _Inverse.apply(problem, len(b), *b, *ctx.saved_tensors)
         with torch.enable_grad():
             tensors = _variables(ctx.saved_tensors, graph)
             xs, ys = tensors[: problem.split], tensors[problem.split :]
@@ -223,7 +223,7 @@ class _Inverse(torch.autograd.Function):
     def backward(ctx: Any, *b: Tensor) -> tuple[Tensor | None, ...]:
         problem, n, graph = ctx.problem, ctx.n, torch.is_grad_enabled()
         v, others = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
-        u: tuple[Tensor, ...] = _Inverse.apply(problem, n, *b, *others)  # type: ignore[no-untyped-call]
+        u: tuple[Tensor, ...] = _Inverse.apply(problem, n, *b, *others)
         with torch.enable_grad():
             tensors = _variables(others, graph)
             xs, ys = tensors[: problem.split], tensors[problem.split :]

@@ -41,7 +41,8 @@ class AID(BilevelOptimizer):
     strongly convex in y (or ``damping``). The error is :math:`O(\|y - y^*\|) + O(\|v - v^*\|)`: linear in both.
 
     *Cost per step*: ``lower_steps`` + 1 lower gradients, 1 upper gradient, about ``linear_steps`` (+ 1 for a warm
-    start) Hessian-vector products (``"direct"``: one for each lower parameter), 1 cross product. *Draws*: one lower
+    start, + 1 to check the solution unless ``check_finite=False``) Hessian-vector products (``"direct"``: one for each
+    lower parameter), 1 cross product. *Draws*: one lower
     batch for each lower step, then one upper batch, then one lower batch shared by all products.
 
     Args:
@@ -53,10 +54,10 @@ class AID(BilevelOptimizer):
         linear_solver: ``"cg"``, conjugate gradients (fastest; H must be positive definite); ``"minres"``, minimal
             residuals (H may have negative eigenvalues, as in deep networks away from their minima);
             ``"auto"``, CG until it meets non-positive curvature or fails otherwise, then MINRES, with a warning (not
-            detected with ``check_finite=False``); ``"direct"``, an LU factorisation of the explicit Hessian: exact however
-            ill-conditioned H is, for at most 4,096 lower parameters (of each task); ``"neumann"``, the series
-            :math:`\eta \sum_{i \le Q} (I - \eta H)^i`, always from zero; ``"fixed_point"``, the same iteration from a
-            warm start. Default: ``"cg"``.
+            detected with ``check_finite=False``); ``"direct"``, an LU factorisation of the explicit Hessian: as exact
+            as the dtype allows (it warns if H is singular up to rounding errors), for at most 4,096 lower parameters
+            (of each task); ``"neumann"``, the series :math:`\eta \sum_{i \le Q} (I - \eta H)^i`, always from zero;
+            ``"fixed_point"``, the same iteration from a warm start. Default: ``"cg"``.
         linear_steps: maximum iterations of the linear solver, about one Hessian-vector product each. Default: 10.
         linear_tol: stop when the residual is below this fraction of the right-hand side. Default: 0, use all steps (CG
             and MINRES stop by themselves at the rounding level).
@@ -95,7 +96,7 @@ class AID(BilevelOptimizer):
         paper="arXiv:2010.07962",
         family="implicit",
         when="first choice where Hessian-vector products are affordable; memory does not grow with T",
-        cost="T + 1 lower, 1 upper, Q hvp (+ 1 for a warm start), 1 jvp; Q = linear_steps",
+        cost="T + 1 lower, 1 upper, Q hvp (+ 1 for a warm start, + 1 to check), 1 jvp; Q = linear_steps",
     )
 
     linear_solver: str = choice(*_SOLVE, default="cg")

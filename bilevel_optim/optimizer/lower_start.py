@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..hypergradient import Estimate
 from ..oracle.oracle import Oracle
+from ..oracle.substitution import Substitution
 from ..problem.random import default_state, set_default_state
 from ..problem.tasks import LowerInit, fresh_start, length_of
 from ..problem.vector import Vector, any_sharded
@@ -63,7 +64,8 @@ def write_lower(
         if init is not None:
             if not one_process or any_sharded(y):
                 raise ValueError(ONE_PROCESS)
-            start = fresh_start(Vector(y), names, init)
+            with Substitution(y, before, stacked=False):  # a graph of the start must not save the y that is overwritten
+                start = fresh_start(Vector(y), names, init)
             _write(y, start)
         if solver is not None:
             solver()

@@ -299,7 +299,7 @@ class Method(Options, Optimizer, ABC):
             doors[START] = ""
         for door, name in doors.items():
             if door not in self._doors:
-                raise refusal(door, type(self).__name__, name)
+                raise ValueError(refusal(door, type(self).__name__, name))
         oracle.session.doors = frozenset(doors)
 
     def _start_of(self, init: LowerInit, x: Sequence[Tensor], session: Session | None = None) -> WatchedStart:
@@ -307,7 +307,7 @@ class Method(Options, Optimizer, ABC):
 
         def note() -> None:
             if START not in self._doors:
-                raise refusal(START, type(self).__name__)
+                raise ValueError(refusal(START, type(self).__name__))
             if session is not None:
                 session.doors |= {START}
 

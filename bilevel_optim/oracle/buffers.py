@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed.wrappers import require_no_exchange
-from ..problem.objective import Loss, Objective
+from ..problem.objective import Loss, Objective, version_of
 from .modules import modules_of
 
 __all__ = ["Buffers", "Kept", "unnoted"]
@@ -131,7 +131,7 @@ class Buffers:
         """Yield the values of the buffers before the block changes them."""
         if self.complete:
             yield {
-                (module, name): (buffer.detach().clone(), buffer._version)
+                (module, name): (buffer.detach().clone(), version_of(buffer))
                 for module, names in self._changing.items()
                 for name in names
                 if self._moves(module) and (buffer := getattr(module, name)) is not None and not is_lazy(buffer)
@@ -151,7 +151,7 @@ class Buffers:
                 if part.training:
                     for name, buffer in part.named_buffers(recurse=False):
                         if (part, name) not in before and not is_lazy(buffer):
-                            before[part, name] = buffer.detach().clone(), buffer._version
+                            before[part, name] = buffer.detach().clone(), version_of(buffer)
                 self._know(part)
 
         _expect_hooks()
@@ -190,7 +190,7 @@ class Buffers:
     def _still_idle(self, before: Before) -> set[nn.Module]:
         """Return the normalisations that nothing has called since either: the versions of their buffers show it."""
         if self._idle:
-            self._idle -= {m for (m, name), (_, version) in before.items() if getattr(m, name)._version != version}
+            self._idle -= {m for (m, name), (_, version) in before.items() if version_of(getattr(m, name)) != version}
         return {*self._idle}
 
 

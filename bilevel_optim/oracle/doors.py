@@ -50,10 +50,10 @@ _WHAT = {
 }
 
 
-def refusal(door: str, method: str, option: str = "") -> ValueError:
-    """Return the error for a way that a method leaves out of its hypergradient; ``option`` is the one that reads x."""
+def refusal(door: str, method: str, option: str = "") -> str:
+    """Return the message about a way that a method leaves out of its hypergradient, by an option if it has a name."""
     what, cure = _WHAT[door]
-    return ValueError(
+    return (
         f"{what.format(option)}, but {method} differentiates only the losses, so the hypergradient would lack this "
         f"part: {cure}"
     )
@@ -84,7 +84,8 @@ def projection_reads(projection: Callable[..., Any], y: Vector, x: Sequence[Tens
 
 def steps_read(step: Callable[[], Any], x: Sequence[Tensor]) -> bool:
     """Return True if the step of an optimizer, which makes no graph, reads one of these tensors."""
-    with _Look(x) as look:
+    look = _Look(x)
+    with look:
         step()
     return look.read
 

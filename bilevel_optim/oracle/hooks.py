@@ -52,7 +52,7 @@ def on_lanes(live: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
         if t._backward_hooks and value.requires_grad:
             own = value.view_as(value)
             for hook in [*t._backward_hooks.values()]:
-                own.register_hook(hook)
+                own.register_hook(hook)  # type: ignore[no-untyped-call]
         found.append(own)
     return found
 
@@ -70,7 +70,7 @@ def on_copies(live: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tenso
 
 def _changed(hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor:
     found = hook(gradient)
-    if found is None:  # it may keep what it sees, and has to see gradients of one copy
+    if found is None:  # it may keep the gradient, which must then be of one copy
         raise RuntimeError("a hook of a lower parameter returns no gradient")
     return found
 
@@ -91,11 +91,11 @@ def called_once(x: Sequence[Tensor]) -> Generator[Callable[[Vector], Vector]]:
         return Vector(found)
 
     for t, hooks in zip(x, aside, strict=True):
-        if hooks:
+        if t._backward_hooks:
             t._backward_hooks.clear()
     try:
         yield called
     finally:
         for t, hooks in zip(x, aside, strict=True):
-            if hooks:
+            if hooks and t._backward_hooks is not None:
                 t._backward_hooks.update(hooks)

@@ -75,7 +75,7 @@ class LossFacts:
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
     dependency_checked: frozenset[str] = frozenset()  # levels whose dependencies are known
-    derivatives: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)  # checked losses: what is open, their code
+    derivatives: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)  # of checked losses: open questions, code
     ignores_other_level: frozenset[str] = frozenset()  # levels whose loss depends on no parameter of the other one
 
     def diagnostics(self) -> dict[str, str]:

@@ -43,7 +43,7 @@ def overlapping(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _span(t: Tensor, index: int) -> Span | None:
-    """Return the span of a tensor's memory; None if it has no memory of which the address is known."""
+    """Return the span of a tensor's memory; None if the address of its memory is not known."""
     if not isinstance(t, Tensor) or is_sharded(t) or t.layout != torch.strided or not t.numel():
         return None
     start = t.data_ptr()

@@ -25,7 +25,11 @@ __all__ = ["LinearSolution", "cg", "direct", "fixed_point", "minres", "neumann",
 Product = Callable[[Vector], Vector]
 ORDINARY = (1e-4, 1e4)  # norms whose squares float32 can hold, also after the solve has reduced them
 GROWTH = 100  # of the squared residual: a v whose residual is ten times the right-hand side is worse than zero
-UNSOLVED = 3e-3  # relative residual from which a system that should be solved is not
+
+
+def unsolved_from(dtype: torch.dtype) -> float:
+    """Return the relative residual above which a system is not solved, though no iteration would improve it."""
+    return max(3e-3, 10 * torch.finfo(dtype).eps)
 
 
 class LinearSolution(NamedTuple):
@@ -41,11 +45,11 @@ class LinearSolution(NamedTuple):
             boolean tensor. Curvature that is rounding counts as zero.
         relative: the residual relative to the norm of b, a scalar tensor. None: not known.
         diverged: whether the residual has grown by half, to more than b, or at all and to ten times b, a scalar
-            boolean tensor. For CG, whose residual may grow on its way: whether it ended above ten times b, or grew
-            more than a positive definite H can explain, so that v is an earlier iterate. For `direct`: whether H is
-            singular up to rounding errors. None: not known.
-        condition: a lower bound of the condition number of H, a scalar tensor (infinite without iterations). None: not
-            known.
+            boolean tensor. For CG, whose residual may grow on its way: whether it ended above b and ten times the
+            smallest one, or grew more than a positive definite H can explain, so that v is an earlier iterate; or
+            whether rounding errors stopped its fall before the system was solved. For `direct`: whether H is singular
+            up to rounding errors. None: not known.
+        condition: a lower bound of the condition number of H, a scalar tensor. None: not known.
         damping: the multiple of the identity that was added to H.
     """
 
@@ -95,8 +99,8 @@ def cg(
     risen by more than a condition number of one over the rounding unit explains. It then returns the iterate with the
     smallest residual, but never the start, unless that is a solution: if the first direction r has non-positive
     curvature, or all iterates have residuals above ten times b, it returns the start plus
-    :math:`r\,\|r\| / \|H r\|`. If no stop was needed, it returns the last iterate unless its residual is above ten
-    times b.
+    :math:`r\,\|r\| / \|H r\|`. If no stop was needed, it returns the last iterate unless its residual is above b
+    and ten times the smallest one.
 
     Args:
         product: v -> H v.
@@ -193,10 +197,11 @@ def _cg(
     dot, add, where = algebra
     eps, square = torch.finfo(b[0].dtype).eps, dot(b, b)
     rr = square if r is b else dot(r, r)
+    noise = 4 * eps if eps < 1e-6 else eps  # relative error of H v; sums of half precision are made in single
     floor, given = max(stop.tol, eps) ** 2 * square, stop.atol**2
     floor, p, pp = where(floor > given, floor, given), r, rr
     active = rr > floor
-    iterations, indefinite, diverged = 0 * active, active & False, active & False
+    iterations, indefinite, diverged, stalled = 0 * active, *(active & False for _ in range(3))
     # A Hessian of condition kappa lifts residuals sqrt(kappa)-fold at most. A start that is solved may be kept.
     most, solved = where(rr > square, rr, square) / eps, rr <= eps * square
     best, best_rr = v, rr
@@ -217,9 +222,9 @@ def _cg(
             best, rest = add(v, r, safe), add(r, hp, -safe)
             best_rr = dot(rest, rest)
         # The pivots p'Hp / r'r of the Lanczos matrix are at least its smallest eigenvalue.
-        v, r, p, new_rr, curvature, negative = step(v, r, p, hp, rr, active, eps * top * rr)
+        v, r, p, new_rr, curvature, negative = step(v, r, p, hp, rr, active, noise * top * rr)
         active = active ^ negative
-        indefinite, iterations = indefinite | (negative & (rr > eps * square)), iterations + active
+        indefinite, iterations = indefinite | negative, iterations + active
         alpha = where(active, rr / where(active, curvature, 1.0), 0.0)
         turn, pivot = rr / where(before > 0, before, 1.0) * pivot, curvature / where(rr > 0, rr, 1.0)
         top = where(active & (pivot + turn > top), pivot + turn, top)
@@ -230,13 +235,19 @@ def _cg(
         better = active & (rr < (best_rr if k else where(solved, best_rr, GROWTH * square)))
         best, best_rr = _where(better, v, best), where(better, rr, best_rr)
         growing = active & (rr > most) & (rr < inf)  # an infinite one is left for the caller
-        level = (eps * top) ** 2 * length  # of the rounding errors of H v
-        diverged, active = diverged | growing, active & (rr > floor) & (rr > level) & (growing ^ True)
-    diverged = diverged | ((rr > GROWTH * square) & (rr < inf))
+        rounded = active & (rr <= (noise * top) ** 2 * length)
+        stalled = stalled | (rounded & (rr > unsolved_from(b[0].dtype) ** 2 * square))
+        diverged, active = diverged | growing, active & (rr > floor) & (rounded ^ True) & (growing ^ True)
+    # The last residual may be on its way up and back, or H may be indefinite without a sign of it so far.
+    diverged = diverged | ((rr > square) & ((rr > GROWTH * square) | (rr > GROWTH * best_rr)) & (rr < inf))
     failed = diverged | indefinite | (solved & (rr > best_rr))
     v, rr = _where(failed, best, v), where(failed, best_rr, rr)
     iterations = iterations + (indefinite & (iterations == 0))
-    condition = top / least
+    unsolved = rr > eps * square  # a solution is one, whatever was met after it
+    indefinite, diverged = indefinite & unsolved, (diverged & unsolved) | stalled
+    # |v| / |b| is a lower bound of the inverse of the smallest eigenvalue, too.
+    inverse, lift = 1 / least, (length / where(square > 0, square, 1.0)) ** 0.5
+    condition = top * where(lift > inverse, lift, inverse)
     if not isinstance(rr, Tensor):
         rr, square, condition = (
             torch.tensor(number, dtype=torch.float64, device="cpu") for number in (rr, square, condition)
@@ -266,7 +277,7 @@ def _fused(apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, lanes: 
 
     rows = flat(b)
     found = _cg(lambda p: flat(apply(whole(p))), rows, flat(v), rows if r is b else flat(r), stop, _LANES, step)
-    figures: Any = found[1:-1] if lanes else [figure.squeeze(0) for figure in found[1:-1]]
+    figures: Any = found[1:-1] if lanes else [figure.squeeze(0) for figure in found[1:-1] if figure is not None]
     return LinearSolution(whole(found.solution), *figures)
 
 
@@ -338,8 +349,9 @@ def minres(
     eps = torch.finfo(b[0].dtype).eps
     b_norm = norm(b)
     floor = (max(tol, eps) * b_norm).clamp_min(atol)
-    v, r = _choose_start(partial(_damped, product, damping=damping), b, start, lanes)
-    residual = beta = norm(r)
+    first, r = _choose_start(partial(_damped, product, damping=damping), b, start, lanes)
+    v, residual = first, norm(r)
+    beta = residual
     # Lanczos makes H tridiagonal in the basis q; Givens rotations (c, s) make that triangular, row by row, and w are
     # the columns of Q R^-1. Names as in the source: the last rows' entries are dbar (not yet rotated) and epsilon.
     q_old, q = b.zeros_like(), r.times(_inverse(beta))
@@ -371,7 +383,8 @@ def minres(
         q_old, q = q, hq.times(_inverse(beta))
         iterations = iterations + active
     found = _finished(v, residual, iterations, b_norm, residual, damping)  # the residual never grows
-    return found._replace(condition=size / least)
+    lift = norm(v - first)
+    return found._replace(condition=size * (1 / least).maximum(lift * _inverse(b_norm)))
 
 
 def direct(matrix: Tensor, b: Sequence[Tensor], *, damping: float = 0.0, lanes: bool = False) -> LinearSolution:
@@ -409,7 +422,7 @@ def direct(matrix: Tensor, b: Sequence[Tensor], *, damping: float = 0.0, lanes: 
     v = Vector(p.reshape(t.shape).to(t.dtype) for p, t in zip(torch.split(flat, sizes, 1), b, strict=True))
     once, no = torch.ones_like(residual, dtype=torch.int64), torch.zeros_like(residual, dtype=torch.bool)
     relative = _relative(residual, norm)
-    return LinearSolution(v, residual, once, no, relative, relative > UNSOLVED, damping=damping)
+    return LinearSolution(v, residual, once, no, relative, relative > unsolved_from(right.dtype), damping=damping)
 
 
 def fixed_point(

@@ -204,9 +204,12 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
             "autocast", "outer", "schedule", "clip", "steps", "seconds", "evaluations", "episodes",
             "test_episodes")  # fmt: skip
     facts = {key: getattr(args, key) for key in keys}
+    if args.pretrain:
+        facts["pretrain"] = args.pretrain
     if args.share < 1:
         facts["share"] = args.share
     name = f"{args.data}_{args.backbone}_{args.way}way_{args.shot}shot" + (f"_{args.steps}" if args.share < 1 else "")
+    name += "_pretrained" if args.pretrain else ""
     records = Records(args.out / f"{name}.json", facts)
     done = compare(args, episodes_of(args), records)
     budget = f"{args.steps} meta-steps" if args.steps else f"{args.seconds:g} s"

@@ -94,10 +94,15 @@ class Episodes:
         for part in torch.split(tasks, at_once):
             yield self.lower(part, None, None), self.upper(part, None, None)
 
+    def classified(self, n: int, generator: torch.Generator | None) -> Batch:
+        """Return random images of all classes, labelled with their class; each quarter turn is a class."""
+        ids = torch.randint(len(self.pixels) * self.turns, (1, n, 1), generator=generator)
+        return Batch(self._batch(ids, None, generator).images[0], (ids.flatten() // self.each).to(self.device))
+
     def _batch(self, ids: Tensor, n: int | None, generator: torch.Generator | None) -> Batch:
         """Return images interleaved by class: the first of each class, the second of each, and so on."""
         flat = ids.mT.flatten(1)
-        labels = torch.arange(self.way).repeat(ids.shape[-1]).expand(flat.shape)
+        labels = torch.arange(ids.shape[1]).repeat(ids.shape[-1]).expand(flat.shape)
         if n is not None:
             rows = torch.randint(flat.shape[1], (len(flat), n), generator=generator)
             flat, labels = flat.gather(1, rows), labels.gather(1, rows)

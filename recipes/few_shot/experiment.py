@@ -17,7 +17,7 @@ from .data.images import default_cache
 from .episodes import Episodes
 from .learners import Learner, make
 from .plan import BUDGETS
-from .training import OUTER, SCHEDULES, Training, evaluate, interval, train
+from .training import OUTER, SCHEDULES, Training, evaluate, interval, pretrain, train
 
 __all__ = ["arguments", "episodes_of", "learner_of", "one"]
 
@@ -43,6 +43,9 @@ def arguments(doc: str | None) -> Parser:
     parser.add_argument("--outer", choices=[*OUTER], default="adam", help="outer optimizer; default: adam")
     parser.add_argument("--schedule", choices=[*SCHEDULES], default="constant", help="schedule of lr over --steps")
     parser.option("clip", 10.0, "largest norm of the gradient")
+    parser.option(
+        "pretrain", None, "updates of ordinary training on the training classes first", type=int, shown="none"
+    )
     parser.option("steps", None, "meta-steps per run", type=int, shown="as many as --seconds allow")
     parser.settings(
         "data", BUDGETS, seconds="seconds of meta-steps per run, CPU time on a CPU; not with --steps",
@@ -83,6 +86,12 @@ def one(
 ) -> dict[str, Any]:
     """Train, and test the checkpoint that is best on the validation classes."""
     learner = learner_of(args, name, seed, episodes["train"])
+    if args.pretrain and not (checkpoint is not None and checkpoint.exists()):
+        # One training serves all learners of a seed.
+        stem = f"pretrained_{args.data}_{args.backbone}_{args.pretrain}_{seed}.pt"
+        path = None if checkpoint is None else checkpoint.parent / stem
+        begun = {"seed": seed, "checkpoint": path, "autocast": args.autocast}
+        pretrain(learner.body, episodes["train"], args.pretrain, **begun)
     how = Training(
         lr=lr, steps=args.steps, seconds=None if args.steps else args.seconds, outer=args.outer, clip=args.clip,
         schedule=args.schedule, evaluations=args.evaluations, episodes=args.episodes,

@@ -6,22 +6,24 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import bilevel_optim as bo
 
 from ..common import progress, synchronize
-from .backbones import calibrate
+from ..common.seeds import stream
+from .backbones import Body, calibrate
 from .episodes import Batch, Episodes
 from .learners import Learner
 
-__all__ = ["OUTER", "SCHEDULES", "Training", "clock", "evaluate", "interval", "train"]
+__all__ = ["OUTER", "SCHEDULES", "Training", "clock", "evaluate", "interval", "pretrain", "train"]
 
 OUTER: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -201,6 +203,57 @@ def train(
     top = max(curve, key=lambda point: point["accuracy"])
     return {"curve": curve, "steps": step, "seconds": seconds, "diverged": diverged,
             "validation": top["accuracy"], "best_step": top["step"]}  # fmt: skip
+
+
+def pretrain(
+    body: Body, episodes: Episodes, steps: int, *, lr: float = 1e-3, batch: int = 64, seed: int = 0,
+    checkpoint: Path | None = None, autocast: bool = False,
+) -> None:  # fmt: skip
+    """Train a body to classify the training classes, all at once, before it is meta-trained.
+
+    The head is linear and discarded, and the loss is the cross-entropy on random images of random classes. Adam's rate
+    falls to zero along a cosine.
+
+    Args:
+        body: trained in place.
+        episodes: episodes of training classes: their images, with their rotations and augmentation.
+        steps: number of updates.
+        lr: first learning rate.
+        batch: images of an update.
+        seed: seed of head and batches.
+        checkpoint: file to which everything is saved after `OFTEN` seconds and at the end. Training resumes from it.
+        autocast: evaluate the body in bfloat16.
+    """
+    device, generator = episodes.device, stream(seed, "pretraining")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = torch.nn.Linear(body.width, episodes.classes * episodes.turns).to(device)
+    body.layout = torch.channels_last
+    adam, step = torch.optim.Adam([*body.parameters(), *head.parameters()], lr=lr), 0
+    parts: dict[str, Any] = {"body": body, "head": head, "adam": adam}
+    if checkpoint is not None and checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        step = saved["step"]
+        generator.set_state(saved["generator"])
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+    saved_at = time.monotonic()
+    with progress(None, "pretraining", total=steps, initial=step) as bar:
+        while step < steps:
+            images, labels, _ = episodes.classified(batch, generator)
+            for group in adam.param_groups:
+                group["lr"] = lr * SCHEDULES["cosine"](step / steps)
+            adam.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+                features = body(images)
+            F.cross_entropy(head(features.to(head.weight)), labels).backward()  # type: ignore[no-untyped-call]
+            adam.step()
+            step += 1
+            bar.update(1)
+            if checkpoint is not None and (step == steps or time.monotonic() - saved_at > OFTEN):
+                states = {name: part.state_dict() for name, part in parts.items()}
+                _save(checkpoint, {**states, "step": step, "generator": generator.get_state()})
+                saved_at = time.monotonic()
 
 
 def _bar(label: str, how: Training, step: int, seconds: float) -> Any:

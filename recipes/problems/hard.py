@@ -108,7 +108,9 @@ def of_procedure(f: Loss, procedure: Callable[[Tensor], Tensor], x: Tensor, step
 def spectrum(size: int, condition: float) -> Tensor:
     """Return a symmetric matrix with log-spaced eigenvalues from 1 / condition to 1."""
     basis = torch.linalg.qr(normal(size, size, name="basis"))[0]
-    return basis @ torch.diag(torch.logspace(-math.log10(condition), 0, size, dtype=DOUBLE)) @ basis.T
+    values = torch.diag(torch.logspace(-math.log10(condition), 0, size, dtype=DOUBLE))
+    matrix: Tensor = basis @ values @ basis.T
+    return matrix
 
 
 def at_solution(f: Loss, g: Loss, x: Tensor, y: Tensor, **options: Any) -> Case:

@@ -89,7 +89,7 @@ def test_the_chunked_cross_entropy(name, dtype):
 def test_copies_under_vmap_are_compared_with_a_plain_evaluation():
     y = weights()
     optimizer, *losses = ridge_problem("F2SA", lambda: chunked(y), [y])
-    with pytest.raises(bo.DerivativeError, match="under torch.func.vmap") as caught:
+    with pytest.raises(bo.DerivativeError, match=r"under torch\.func\.vmap") as caught:
         optimizer.step(*losses)
     assert "vectorize=False" in str(caught.value)
     optimizer, *losses = ridge_problem("F2SA", lambda: chunked(y), [y], vectorize=False, lower_lr="auto")
@@ -267,7 +267,7 @@ def test_tasks_under_vmap_are_compared_with_single_ones():
     optimizer = method("F2SA", [x], [y], vectorize=False, lower_lr="auto")
     optimizer.step(upper, lower, tasks=tasks)
     optimizer = method("F2SA", [x], [y], lower_lr="auto")
-    with pytest.raises(bo.DerivativeError, match="lower loss's .* off by"):
+    with pytest.raises(bo.DerivativeError, match=r"lower loss's .* off by"):
         optimizer.step(upper, lower, tasks=tasks)
     optimizer = method("AID", [x], [y])
     optimizer.step(upper, lambda batch: upper(batch) + (y - x).square().sum(), tasks=tasks)
@@ -289,7 +289,7 @@ def test_a_loss_whose_values_differ_under_vmap():
         if noise:
             optimizer.step(*losses)
         else:
-            with pytest.raises(bo.DerivativeError, match="under torch.func.vmap, compared with a plain one"):
+            with pytest.raises(bo.DerivativeError, match=r"under torch\.func\.vmap, compared with a plain one"):
                 optimizer.step(*losses)
 
 
@@ -306,7 +306,7 @@ def test_parts_and_features_are_checked_too(accumulate, features):
         for name in ("AID", "ITD", "F2SA"):
             optimizer = method(name, [x], [y])
             if fault:
-                with pytest.raises(bo.DerivativeError, match="lower loss's .* in x"):
+                with pytest.raises(bo.DerivativeError, match=r"lower loss's .* in x"):
                     optimizer.step(lambda: (y - 1).square().sum(), lower)
             else:
                 optimizer.step(lambda: (y - 1).square().sum(), lower)

@@ -43,6 +43,7 @@ def exact(name, **options):
 SOLVED = {"momentum": 0.0, "lower_lr": 0.9, "lower_steps": 30}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -230,6 +231,7 @@ def test_steps_are_shorter_on_longer_features():
     assert rates == [0.1, 0.01]
 
 
+@pytest.mark.few(5)
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 @pytest.mark.parametrize("name", LEARNERS)
 def test_every_learner_lowers_its_loss_and_changes_no_statistics(name):

@@ -18,7 +18,7 @@ from recipes.few_shot.backbones import Norm
 from recipes.few_shot.data import DATA
 from recipes.few_shot.learners import make
 from recipes.few_shot.picture import projected, separation
-from recipes.few_shot.training import Training, evaluate, interval, train
+from recipes.few_shot.training import Training, evaluate, interval, pretrain, train
 
 from . import problems
 
@@ -37,6 +37,7 @@ def timeless(found):
     return [{k: v for k, v in point.items() if k != "seconds"} for point in found["curve"]]
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 @pytest.mark.parametrize("name", ["protonet", "pzobo", "f2sa", "maml", "reptile"])
 def test_resumed_training_gives_the_same_numbers(name, tmp_path, monkeypatch):
@@ -222,6 +223,45 @@ def test_training_learns():
     before = float(evaluate(made, problems.episodes("val"), 40, 0).mean())
     trained(made, 30, schedule="constant", evaluations=3)
     assert float(evaluate(made, problems.episodes("val"), 40, 0).mean()) > max(before, 0.9)
+
+
+def test_pretraining_separates_the_classes_and_resumes(tmp_path, monkeypatch):
+    shown = problems.episodes()
+
+    def body(steps, checkpoint=None):
+        torch.manual_seed(0)
+        made = problems.body("batch")
+        pretrain(made, shown, steps, lr=0.01, batch=20, checkpoint=checkpoint)
+        return made
+
+    def accuracy(body):
+        return float(evaluate(make("protonet", body, 2, tasks=2, seed=0), shown, 40, 0).mean())
+
+    whole = body(40)
+    assert accuracy(whole) > accuracy(body(0)) + 0.05
+    monkeypatch.setattr(training, "OFTEN", -1.0)  # a checkpoint after each update
+    steps, adam = [], torch.optim.Adam.step
+
+    def interrupted(self, *given):
+        steps.append(1)
+        if len(steps) == 25:
+            raise KeyboardInterrupt
+        return adam(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.Adam, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            body(40, tmp_path / "run.pt")
+    resumed = body(40, tmp_path / "run.pt")
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+
+
+def test_images_for_pretraining_have_the_labels_of_their_classes():
+    shown = problems.episodes()
+    images, labels, _ = shown.classified(50, torch.Generator().manual_seed(0))
+    of_class = shown.normalised(shown.pixels).unflatten(0, (shown.classes, shown.each))
+    for image, label in zip(images, labels, strict=True):
+        assert any(torch.equal(image, one) for one in of_class[label])
 
 
 # ------------------------------------------------------------------------------------------------ programs

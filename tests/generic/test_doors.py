@@ -1,18 +1,16 @@
 """Ways by which x reaches y besides the lower loss: right or refused, for every method, by step, tasks and compiled."""
 
+import warnings
+
 import pytest
 import torch
 from torch.optim import SGD
 
 import bilevel_optim as bo
+from bilevel_optim.oracle.doors import OPTIONS, STEP
 
 from ..problems import close
 from ..registry import each
-
-
-def takes_rate(row):
-    return row.declared.lower_optimizer != "none"
-
 
 # ------------------------------------------------------------------------------------------------ hooks
 
@@ -114,32 +112,70 @@ def test_backward_hooks_of_modules_act_on_copies(where, tasks):
 # ------------------------------------------------------------------------------------------------ other ways
 
 
-def refused(row, **options):
-    problem = row.quadratic(n=5)
-    if options.pop("projection", False):
-        options["lower_projection"] = lambda v: [t + 0 * problem.x[0].sum() for t in v]
-    if options.pop("start", False):
-        options["lower_init"] = lambda *tasks: [t * problem.x[0].sum() for t in problem.y]
-    if options.pop("option", False):
-        options["lower_optimizer"] = lambda groups: SGD(groups, lr=problem.x[0].square().sum() * 0.1)
-        options["lower_lr"] = None
-    optimizer = row(problem.x, problem.y, short=True, **options)
+DOORS = {
+    "lower_projection": lambda x: {"lower_projection": lambda v: [t + 0 * x.sum() for t in v]},
+    "lower_projection under no_grad": lambda x: {
+        "lower_projection": torch.no_grad()(lambda v: [t + 0 * x.sum() for t in v])
+    },
+    "lower_init": lambda x: {"lower_init": lambda *tasks: STARTS[0](*tasks)},
+    "a factory's rate": lambda x: {"lower_optimizer": lambda g: SGD(g, lr=x.square().sum() / 100), "lower_lr": None},
+    "a factory's decay": lambda x: {"lower_optimizer": lambda g: SGD(g, weight_decay=x.square().sum() / 100)},
+    "its step": lambda x: {"lower_optimizer": lambda g: Reading(g, x)},
+}
+STARTS = []
+
+
+class Reading(SGD):
+    """A rate read from x in the step."""
+
+    def __init__(self, groups, x):
+        super().__init__(groups, lr=0.1)
+        self.x = x
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * 0.01 * self.x.square().sum())
+
+
+def kind_of(door):
+    return {"a": OPTIONS, "i": STEP}.get(door[0], door.split()[0])
+
+
+@pytest.mark.parametrize("how", ["step", "tasks", "compiled"])
+@pytest.mark.parametrize("door", DOORS)
+@each(lambda row: not row.variant and not row.name.startswith("BOME"))
+def test_each_way_is_followed_or_refused(row, door, how):
+    declared, refuses = row.declared, (ValueError, TypeError, NotImplementedError)
+    if (how == "tasks" and not row.takes_tasks) or (declared.lower_optimizer == "none" and door != "lower_init"):
+        pytest.skip("does not take it")
+    problem = row.quadratic(n=5, tasks=how == "tasks")
+    x = problem.x[0]
+    STARTS[:] = [
+        lambda *tasks: [(t * x.sum()).expand(*(tasks[0].shape[:1] if tasks else ()), *t.shape) for t in problem.y]
+    ]
+    told = ""
     try:
-        problem.apply(optimizer.backward)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("door", ["projection", "start", "option"])
-@each(lambda row: takes_rate(row) and not row.variant and not row.name.startswith("BOME"))
-def test_a_way_that_the_estimate_leaves_out_is_refused(row, door):
-    name = {"projection": "lower_projection", "start": "lower_init", "option": "options of lower_optimizer"}[door]
-    told = refused(row, **{door: True})
-    if name in row.cls._doors:
-        assert "upper parameters" not in told
-    else:
-        assert "upper parameters, but" in told, told
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer = row(problem.x, problem.y, short=True, **DOORS[door](x))
+            if how == "compiled":
+                optimizer.compile(backend="eager")
+            for _ in range(3):
+                problem.apply(optimizer.backward)
+    except refuses as error:
+        told = str(error)
+    if door == "lower_init" and declared.tasks == "rows" and how == "tasks":
+        assert not told  # each task has a row, from which it starts
+    elif kind_of(door) not in row.cls._doors or told:
+        assert any(text in told for text in ("upper parameters", "Invalid", "cannot", "lower_init", "differentia")), (
+            told
+        )
+    elif how == "compiled" and not (declared.initial and door == "lower_init"):
+        assert "compile_fallback" in optimizer.diagnostics
+    if door in ("lower_projection", "a factory's decay") and kind_of(door) in row.cls._doors:
+        assert not told
 
 
 # ------------------------------------------------------------------------------------------------ against differences

@@ -53,6 +53,7 @@ def test_each_task_goes_on_where_it_ended(name):
     assert "rows.task_memory" not in forgetting.state.get(z[0], {})
 
 
+@pytest.mark.usually("SOBA")
 @pytest.mark.parametrize("name", ["AID", "F2SA", "SOBA", "ITD"])
 def test_it_is_the_same_compiled_and_resumed(name):
     def run(compiled=False, resumed=False):

@@ -28,6 +28,7 @@ def repeated(optimizer, f, g, steps):
         optimizer.step(f, g)
 
 
+@pytest.mark.usually("False", "SOBA-True")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["AID", "SOBA"])
 def test_a_growing_loss_is_reported_once_and_its_end_explained(name, compiled):
@@ -189,6 +190,7 @@ def test_an_update_made_twice_is_reported():
         optimizer.step()
 
 
+@pytest.mark.usually("steps", "dtype0-run-Adam")
 @pytest.mark.parametrize("upper_optimizer", [None, torch.optim.Adam])
 @pytest.mark.parametrize("way", ["steps", "compiled", "run"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -130,6 +130,7 @@ def test_rates_and_options_of_groups_are_their_own():
 SGD_OPTIONS = ({"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.5}, {"maximize": True})
 
 
+@pytest.mark.usually("at first", "added", "set later", "loaded", "compiled-momentum-nesterov")
 @pytest.mark.parametrize("options", SGD_OPTIONS, ids=lambda options: "-".join(options))
 @pytest.mark.parametrize("when", ["at first", "added", "set later", "compiled", "loaded"])
 def test_options_of_sgd_in_groups_count_without_an_upper_optimizer(options, when):
@@ -296,6 +297,7 @@ def compiled_beside_eager(steps, **options):
     return one
 
 
+@pytest.mark.usually("Adam-ITD")
 @pytest.mark.parametrize("method", [bo.AID, bo.ITD, bo.F2SA])
 @pytest.mark.parametrize("factory", [Adam, partial(SGD, momentum=0.9)])
 def test_its_update_is_part_of_the_graph(method, factory):
@@ -304,6 +306,7 @@ def test_its_update_is_part_of_the_graph(method, factory):
     assert "compile_fallback" not in optimizer.diagnostics
 
 
+@pytest.mark.usually("RMSprop")
 @pytest.mark.parametrize("factory", [Mine, Adafactor, RMSprop])
 def test_an_update_that_cannot_be_compiled_follows_the_graph(factory):
     optimizer = compiled_beside_eager(12, upper_optimizer=factory)

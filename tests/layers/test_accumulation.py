@@ -53,6 +53,7 @@ def ended(row, accumulate, size, **options):
     return flat([decay, *model.net.parameters()]), optimizer, model.most
 
 
+@pytest.mark.few(8)
 @each(ROWS)
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_parts_of_a_batch_are_the_batch(row, vectorize):
@@ -62,6 +63,7 @@ def test_parts_of_a_batch_are_the_batch(row, vectorize):
     assert other.oracle_counts == one.oracle_counts
 
 
+@pytest.mark.few(4)
 @each(FRUGAL)
 def test_one_graph_at_a_time(row):
     most = [ended(row, k, 4, vectorize=False)[2] for k in (1, 2, 4)]

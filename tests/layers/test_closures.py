@@ -235,6 +235,7 @@ def close(a, b, tolerance):
     assert float((a - b).norm()) <= tolerance * (1e-3 + float(b.norm()))
 
 
+@pytest.mark.few(7)
 @every_case
 def test_products_are_differences_of_gradients(name):
     """HVP and cross product against central differences of plain first-order gradients."""
@@ -299,6 +300,7 @@ def test_substituted_equals_in_place(name, request):
     assert all(map(torch.equal, *buffers[1:]))
 
 
+@pytest.mark.few(16)
 @every_case
 @pytest.mark.parametrize("vectorize", [True, 2, False])
 def test_stacked_copies_are_plain_gradients(name, vectorize):
@@ -350,6 +352,7 @@ def check_stacked_copies(name, vectorize, wrt):
         close(gradient, expected[0] + expected[1] + expected[2], 1e-12)
 
 
+@pytest.mark.few(7)
 @pytest.mark.filterwarnings("ignore:the lower loss has kinks")  # attention has a ReLU layer
 @every_case
 def test_methods_run_on_every_case(name):

@@ -152,6 +152,7 @@ def tensors(result):
 WAYS = ["alone", "lane", "compiled", "compiled lane"]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("system", STOPPED)
 def test_cg_keeps_the_iterate_of_smallest_residual_where_it_must_stop(system, way):
@@ -215,6 +216,7 @@ def test_cg_of_a_definite_system_keeps_its_last_iterate_though_residuals_grow():
     assert not any(r.indefinite or r.diverged for r in results)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("solver", [cg, minres])
 @pytest.mark.parametrize("spectrum", [SPECTRUM, SPECTRUM.abs()], ids=["indefinite", "definite"])

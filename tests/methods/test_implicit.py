@@ -547,3 +547,94 @@ def test_paid_without_perturbation_is_aid():
         problem.run(cls(problem.x, problem.y, **BASELINE, lower_steps=3, **options), 10)
         paths.append(problem.x[0].detach())
     assert torch.equal(*paths)
+
+
+def rows_fewer_than_unknowns(rows, unknowns, penalty, dtype):
+    """Return least squares with x as targets, at its solution of least norm: losses, parameters, hypergradient."""
+    A, V = torch.randn(rows, unknowns) * 3 / unknowns**0.5, torch.randn(60, unknowns) * 3 / unknowns**0.5
+    t, s = torch.randn(rows), torch.randn(60)
+    inverse = torch.linalg.pinv(A @ A.mT / rows + penalty * torch.eye(rows), hermitian=True)
+    solution = A.mT @ inverse @ t / rows
+    truth = inverse @ A @ V.mT @ (V @ solution - s) / 60 / rows
+    x, y = (v.to(dtype).requires_grad_() for v in (t, solution))
+    a, v, u = (m.to(dtype) for m in (A, V, s))
+
+    def lower():
+        return (a @ y - x).square().mean() / 2 + penalty * y.square().sum() / 2
+
+    return [x], [y], lambda: (v @ y - u).square().mean() / 2, lower, truth
+
+
+def error_of_system(rows, unknowns, penalty, dtype=torch.float64, **options):
+    """Return the relative error of AID's hypergradient, the optimizer, and its warnings."""
+    x, y, upper, lower, truth = rows_fewer_than_unknowns(rows, unknowns, penalty, dtype)
+    optimizer = bo.AID(x, y, lr=0.1, lower_lr=0.1, lower_steps=0, **options)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        optimizer.backward(upper, lower)
+    return float((x[0].grad - truth).norm() / truth.norm()), optimizer, [str(w.message) for w in seen]
+
+
+@pytest.mark.parametrize("cls", [bo.AID, bo.RAHGD, bo.BA])
+def test_more_unknowns_than_rows_are_solved_though_residuals_rise(cls):
+    """Condition 4e4: CG's residual rises above b and comes back."""
+    x, y, upper, lower, truth = rows_fewer_than_unknowns(40, 200, 1e-5, torch.float64)
+    optimizer = cls(x, y, lr=0.1, lower_lr=1e-9, linear_steps=200, lower_steps=1)
+    optimizer.backward(upper, lower)
+    assert (x[0].grad - truth).norm() < 1e-6 * truth.norm()
+    assert optimizer.diagnostics["linear_condition"] > 1e3
+    assert optimizer.diagnostics["linear_condition"] < 1e5
+
+
+def test_the_true_residual_is_reported_and_rounding_errors_are_told():
+    """In float32 MINRES's recursion ends near 1e-7."""
+    options = {"linear_steps": 200, "linear_solver": "minres"}
+    error, optimizer, told = error_of_system(40, 200, 1e-6, torch.float32, **options)
+    assert error > 0.1
+    assert optimizer.diagnostics["linear_relative_residual"] > 0.01
+    (message,) = told
+    assert "rounding errors are too large" in message
+    assert "condition of H at least" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_direct_solve_of_a_matrix_that_is_nearly_singular_is_told(dtype):
+    error, _, told = error_of_system(20, 60, 0.0, dtype, linear_solver="direct")
+    assert error > 0.1
+    assert "singular up to rounding errors" in told[0]
+
+
+def test_warm_starts_in_a_null_space_do_not_grow():
+    """Softmax regression without a penalty: a vector added to all classes changes nothing."""
+    A, V = torch.randn(120, 8), torch.randn(120, 8)
+    teacher = torch.randn(8, 3)
+    t, s = ((m @ teacher + 3 * torch.randn(120, 3)).argmax(1) for m in (A, V))
+    y = torch.zeros(24, requires_grad=True)
+    for _ in range(30):
+        slope = torch.func.grad(lambda q: F.cross_entropy(A @ q.view(8, 3), t))(y.detach())
+        H = torch.autograd.functional.hessian(lambda q: F.cross_entropy(A @ q.view(8, 3), t), y.detach())
+        y.data -= torch.linalg.pinv(H, hermitian=True, rtol=1e-10) @ slope
+    x, y = torch.zeros(120, dtype=torch.float32, requires_grad=True), y.detach().float().requires_grad_()
+    a, v = A.float(), V.float()
+
+    def lower(x, y, a):
+        return (x.exp() * F.cross_entropy(a @ y.view(8, 3), t, reduction="none")).mean()
+
+    def upper(y, v):
+        return F.cross_entropy(v @ y.view(8, 3), s)
+
+    optimizer = bo.AID([x], [y], lr=0.0, lower_lr=0.1, lower_steps=0, linear_steps=50)
+    lengths = []
+    for k in range(60):
+        with torch.no_grad():
+            x.copy_(0.3 * torch.sin(torch.arange(120) * (1 + k / 60)))
+        x.grad = None
+        optimizer.backward(lambda: upper(y, v), lambda: lower(x, y, a))
+        wide, at = x.detach().double(), y.detach().double()
+        b = torch.func.grad(upper)(at, V)
+        H = torch.autograd.functional.hessian(partial(lower, wide, a=A), at)
+        solution = torch.linalg.pinv(H, hermitian=True, rtol=1e-8) @ b
+        truth = -torch.func.grad(lambda w, q=at, s=solution: torch.func.grad(lower, argnums=1)(w, q, A) @ s)(wide)
+        assert (x.grad - truth).norm() < 1e-2 * truth.norm()
+        lengths.append(float(optimizer.state[y]["linear_solution"].norm() / solution.norm()))
+    assert max(lengths) < 3

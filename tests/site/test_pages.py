@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = [p for folder in ("howto", "explain") for p in sorted((ROOT / "docs" / folder).glob("*.md"))]
 EXAMPLES = sorted((ROOT / "docs/gallery").glob("plot_*.py"))
 NEEDED = {"lightning": "lightning", "accelerate": "accelerate"}
-# Two are in tests/test_docs.py: one goes on from the README's code, one shows a warning. One is below, and the last in
-# tests/ranks/test_elastic.py.
-ELSEWHERE = ("checkpoints", "compile", "ddp", "elastic")
+# Two are in tests/test_docs.py: one goes on from the README's code, one shows a warning. One is in tests/tools, one in
+# tests/ranks/test_elastic.py, and one below.
+ELSEWHERE = ("checkpoints", "compile", "ddp", "drop_in", "elastic")
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem not in ELSEWHERE], ids=lambda p: p.stem)

@@ -97,10 +97,11 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         """Return the gradient in x, with the adjoint term if requested."""
         if not self.newton_correction:
             return danskin(oracle, inputs.rule(oracle.y))
-        sample, solve = oracle.f.draw(), partial(linear.cg, steps=self.linear_steps)
+        sample = oracle.f.draw()
         # The right-hand side is the error of y, not a smooth function of x, so the last solution is no warm start.
-        own = {"upper_sample": sample, "lower_sample": sample.mapped(neg)}
-        return replace(implicit(oracle, solve, **own, check=self.check_finite), memory={})
+        solve, minus = partial(linear.cg, steps=self.linear_steps), sample.mapped(neg)
+        estimate = implicit(oracle, solve, upper_sample=sample, lower_sample=minus, check=self.check_finite)
+        return replace(estimate, memory={})
 
 
 class PRAGDA(Perturbed, RAGDA):

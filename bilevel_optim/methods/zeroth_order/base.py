@@ -82,7 +82,7 @@ class ZerothOrder(BilevelOptimizer):
                 )
             oracle, ranks = local_problem(oracle), inputs.ranks
         samples = [oracle.g.draw() for _ in range(self.lower_steps)]
-        again = isinstance(inputs.lower_init, WatchedStart) and START in oracle.session.doors and not from_upper
-        start = inputs.lower_init.again if again else None
+        init, follows = inputs.lower_init, START in oracle.session.doors and not from_upper
+        start = init.again if follows and isinstance(init, WatchedStart) else None
         paths = Paths(oracle, inputs.rule, samples, from_upper=from_upper, start=start)
         return estimator(oracle, paths, directions, central=self.difference == "central", ranks=ranks)
