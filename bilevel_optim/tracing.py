@@ -1,4 +1,4 @@
-"""Whether the library's code is being traced into a graph."""
+"""The mark of a trace of the library's code into a graph."""
 
 from __future__ import annotations
 

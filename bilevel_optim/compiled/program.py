@@ -296,7 +296,7 @@ def _simplified(module: GraphModule) -> list[tuple[str, int]]:
     return places
 
 
-# They write running statistics, but do not say so in their schema; what they decompose into does.
+# Their schemas do not say that they write running statistics; those of their decompositions do.
 _WRITES = [torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm]
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 

@@ -91,7 +91,7 @@ class Needed(BaseException):  # not an Exception, so that no fallback of an eval
 
 @dataclass
 class _Output:
-    """Stands for an output of a graph while Dynamo's code puts a function's result together."""
+    """An output of a graph, while Dynamo's code puts a function's result together."""
 
     place: int
 
@@ -156,7 +156,7 @@ class Reading(NamedTuple):
 
     Attributes:
         graph: its graph.
-        tensors: the tensors that it reads at present, beside its arguments and the live tensors.
+        tensors: the tensors that it reads at present, besides its arguments and the live tensors.
     """
 
     graph: UserGraph
@@ -244,7 +244,7 @@ class Reader:
         return Reading(graph, reads)
 
     def _reads(self, inputs: Sequence[Tensor], expected: Sequence[Tensor | None]) -> list[Tensor] | None:
-        """Return the inputs of a graph beside the expected ones; None if others are in the place of these."""
+        """Return the inputs of a graph besides the expected ones; None if others are in the place of these."""
         reads = []
         for t, own in zip(inputs, expected, strict=True):
             if own is None:

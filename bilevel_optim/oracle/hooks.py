@@ -90,7 +90,7 @@ def called_once(x: Sequence[Tensor]) -> Generator[Callable[[Vector], Vector]]:
             found.append(own)
         return Vector(found)
 
-    for t, hooks in zip(x, aside, strict=True):
+    for t in x:
         if t._backward_hooks:
             t._backward_hooks.clear()
     try:

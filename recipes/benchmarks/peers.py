@@ -61,14 +61,14 @@ POINT = {
 
 
 def upper(x: Any, y: Any, target: Any = TARGET) -> Any:
-    """Return f; torch and JAX alike."""
+    """Return f; for torch and for JAX."""
     return ((y - target) ** 2).sum() / 2
 
 
 def lower(
     problem: str, x: Any, y: Any, exp: Callable[[Any], Any] = torch.exp, to: Callable[[Any], Any] = lambda t: t
 ) -> Any:
-    """Return g of a smooth problem; torch and JAX alike (`to` converts the data)."""
+    """Return g of a smooth problem; for torch and for JAX (`to` converts the data)."""
     if problem == "ridge weights":
         return (exp(x) * (to(TALL) @ y - to(TALL_TARGET)) ** 2).mean() / 2 + RIDGE / 2 * (y**2).sum()
     if problem == "over-parametrised":
