@@ -187,4 +187,4 @@ class _FlatRoots(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_ROOTS = (torch.sqrt, Tensor.sqrt, Tensor.sqrt_)  # torch's optimizers only use what they return
+_ROOTS = (torch.sqrt, Tensor.sqrt, Tensor.sqrt_)  # torch's optimizers use only the result
