@@ -78,6 +78,9 @@ class LossFacts:
     derivatives: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)  # of checked losses: open questions, code
     ignores_other_level: frozenset[str] = frozenset()  # levels whose loss depends on no parameter of the other one
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "derivatives": {}}  # they are known by the code of the losses, which cannot be pickled
+
     def diagnostics(self) -> dict[str, str]:
         """Return the facts that the diagnostics of a step report."""
         found = {} if self.fallback is None else {"vectorize_fallback": self.fallback}
