@@ -306,7 +306,7 @@ def test_derivative_of_an_unrolled_solve(name):
     adjoint, memory_adjoint, total = Vector([seed]), [{}], torch.zeros(3)
     for y, memory, gradient in reversed(record):
         before = y.clone(), copy.deepcopy(memory)
-        adjoint, memory_adjoint, g = update_vjp(rule, y, memory, gradient, adjoint, memory_adjoint)
+        adjoint, memory_adjoint, g, _ = update_vjp(rule, y, memory, gradient, adjoint, memory_adjoint)
         assert torch.equal(y[0], before[0][0])
         assert same_memory(memory, before[1])
         total = total - g[0]  # d(Hy - b)/db = -1
