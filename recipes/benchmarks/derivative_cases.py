@@ -7,6 +7,7 @@ module and z. All is float64, smooth at the point unless the name says otherwise
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ __all__ = ["CASES", "Case"]
 DOUBLE = torch.float64
 LABELS = torch.tensor([0, 1, 2, 3, 1, 0])
 BITS = torch.tensor([[1.0, 0, 0, 1], [0, 1, 0, 1]] * 3, dtype=DOUBLE)
+MSE_LOSS: Any = F.mse_loss  # its stub has no weight
 FLAT, SEQUENCE, IMAGE = (6, 4), (3, 5, 4), (2, 4, 6, 6)
 Made = tuple[nn.Module, Callable[[Any, Tensor], Tensor]]
 
@@ -215,7 +217,7 @@ for name, loss in {
     "with logits, pos_weight= of x": lambda o, z: F.binary_cross_entropy_with_logits(
         o, BITS, pos_weight=z.mean(0).exp()
     ),
-    "F.mse_loss, weight= of x": lambda o, z: F.mse_loss(o, BITS, weight=z.exp()),
+    "F.mse_loss, weight= of x": lambda o, z: MSE_LOSS(o, BITS, weight=z.exp()),
     "F.huber_loss": lambda o, z: F.huber_loss(o, BITS, delta=0.3),
     "F.gaussian_nll_loss": lambda o, z: F.gaussian_nll_loss(o, BITS, z.exp()),
     "F.kl_div": lambda o, z: F.kl_div(o.log_softmax(1), z.softmax(1)),
@@ -271,7 +273,8 @@ def plain(wrap: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Modul
 def root(a: Tensor) -> Tensor:
     """Return the square root of a symmetric matrix by eigenvectors."""
     values, vectors = torch.linalg.eigh(a)
-    return vectors * values.sqrt() @ vectors.T
+    found: Tensor = vectors * values.sqrt() @ vectors.T
+    return found
 
 
 for name, function in {
@@ -290,11 +293,18 @@ for name, function in {
 }.items():
     on_matrix(name, function)
 on_matrix("root by linalg.eigh at the identity", root, identity=True)
+
+
+def of_linalg(name: str, a: Tensor) -> Tensor:
+    """Apply a function that not every torch has."""
+    return first(getattr(torch.linalg, name)(a))
+
+
 for name, symmetric in {"polar": False, "matrix_sqrth": True}.items():
     for suffix in ("", " at the identity"):
         on_matrix(
             f"linalg.{name}{suffix}",
-            lambda a, name=name: first(getattr(torch.linalg, name)(a)),
+            partial(of_linalg, name),
             identity=bool(suffix),
             symmetric=symmetric,
         )
@@ -329,9 +339,10 @@ def by_associative_scan(o: Tensor, z: Tensor) -> Tensor:
 
 def by_while_loop(o: Tensor, z: Tensor) -> Tensor:
     """Return a state after three steps, from zero."""
-    from torch._higher_order_ops import while_loop
+    import torch._higher_order_ops as operators
 
-    found = while_loop(
+    loop: Any = operators.while_loop
+    found = loop(
         lambda i, h: i < 3,
         lambda i, h: (i + 1, (h * o + o).tanh()),
         (torch.zeros((), dtype=torch.int64), torch.zeros_like(o)),
@@ -340,13 +351,19 @@ def by_while_loop(o: Tensor, z: Tensor) -> Tensor:
     return result
 
 
+def checkpointed(reentrant: bool, o: Tensor, z: Tensor) -> Tensor:
+    """Apply a function that is evaluated again for its derivative."""
+    found: Tensor = checkpoint(torch.tanh, o, use_reentrant=reentrant)
+    return found
+
+
 on_outputs("torch.cond", "Control flow and wrappers", lambda o, z: torch.cond(
     z.sum() > 1e9, lambda t: t.sin(), lambda t: t * t * t, (o,)))  # fmt: skip
 on_outputs("scan", "Control flow and wrappers", by_scan)
 on_outputs("associative_scan", "Control flow and wrappers", by_associative_scan)
 on_outputs("while_loop", "Control flow and wrappers", by_while_loop)
 for name, reentrant in {"checkpoint": False, "checkpoint, reentrant": True}.items():
-    on_outputs(name, "Control flow and wrappers", lambda o, z, r=reentrant: checkpoint(torch.tanh, o, use_reentrant=r))
+    on_outputs(name, "Control flow and wrappers", partial(checkpointed, reentrant))
 
 
 class Cube(torch.autograd.Function):
@@ -395,9 +412,9 @@ cube.register_autograd(
     lambda ctx, gradient: 3 * ctx.saved_tensors[0] ** 2 * gradient,
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+COMPILED: Any = torch.compile(torch.tanh, backend="aot_eager")
 on_outputs("autograd.Function", "Control flow and wrappers", lambda o, z: Cube.apply(o))
 on_outputs("autograd.Function, once_differentiable", "Control flow and wrappers", lambda o, z: Once.apply(o))
 on_outputs("autograd.Function, detached backward", "Control flow and wrappers", lambda o, z: Detached.apply(o))
 on_outputs("library.custom_op", "Control flow and wrappers", lambda o, z: cube(o))
 on_outputs("torch.compile inside, aot_eager", "Control flow and wrappers", lambda o, z: COMPILED(o))
-COMPILED = torch.compile(torch.tanh, backend="aot_eager")

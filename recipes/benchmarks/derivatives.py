@@ -142,15 +142,20 @@ def measured(case: Case, columns: Sequence[str] = COLUMNS) -> dict[str, str]:
     def slope() -> float:
         return dot(gradient(), v)
 
+    truth, truth_x = float("nan"), float("nan")
+
     def truths() -> str:
         nonlocal truth, truth_x
         expected = quotient(value, v, still, STEP)
         cell = judged(slope(), expected, case.rtol, max(abs(expected), 1e-2))
-        of, length = (slope, STEP) if cell == RIGHT else (lambda: quotient(value, v, still, 1e-3), 1e-3)
+        length = STEP if cell == RIGHT else 1e-3
+
+        def of() -> float:
+            return slope() if cell == RIGHT else quotient(value, v, still, length)
+
         truth, truth_x = quotient(of, u, still, length), quotient(of, none, ux, length)
         return cell
 
-    truth = truth_x = float("nan")
     cells = {"gradient": tried(truths)}
     scales = max(abs(truth), 1e-2), max(abs(truth_x), 1e-2)
     rtol = max(case.rtol, 1e-3)
@@ -193,7 +198,7 @@ def measured(case: Case, columns: Sequence[str] = COLUMNS) -> dict[str, str]:
     def aid(inputs: Tensor | None, *, compiled: bool = False) -> tuple[Tensor, dict[str, Any]]:
         with row.moved(none, still, 0.0):
             x = row.x
-            options = {"lower_lr": 1e-3, "lower_steps": 1, "linear_steps": 2, "linear_lr": 1e-2}
+            options: dict[str, Any] = {"lower_lr": 1e-3, "lower_steps": 1, "linear_steps": 2, "linear_lr": 1e-2}
             optimizer = bo.AID([x], row.y, lr=0.0, linear_solver="neumann", **options)
             batch = [data] if inputs is None else [inputs]
 
