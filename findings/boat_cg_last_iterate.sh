@@ -1,6 +1,6 @@
-#!/bin/sh
+#!/bin/bash
 # BOAT's cg_step returns the iterate before the one that met its tolerance: a system of one unknown gives 0.
-. "$(dirname "$0")/fresh.sh" torch==2.14.1 numpy==2.4.6 higher==0.2.1 matplotlib==3.11.2 boat-torch==1.1.1
+source "$(dirname "$0")/fresh.sh" torch==2.14.1 numpy==2.4.6 higher==0.2.1 matplotlib==3.11.2 boat-torch==1.1.1
 "$PY" -W ignore - <<'EOF'
 import sys, torch
 from boat_torch.utils.op_utils import cg_step

@@ -1,6 +1,6 @@
-#!/bin/sh
+#!/bin/bash
 # geomloss: second derivatives of SamplesLoss exist and are wrong; first derivatives are right.
-. "$(dirname "$0")/fresh.sh" torch==2.14.1 numpy==2.4.6 geomloss==0.3.1
+source "$(dirname "$0")/fresh.sh" torch==2.14.1 numpy==2.4.6 geomloss==0.3.1
 "$PY" -W ignore - <<'EOF'
 import sys, torch, geomloss
 

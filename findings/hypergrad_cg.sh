@@ -1,6 +1,6 @@
-#!/bin/sh
+#!/bin/bash
 # hypergrad's conjugate_gradient: the next direction is made from the old residual, so more iterations do not converge.
-. "$(dirname "$0")/fresh.sh" torch==2.14.1 numpy==2.4.6 hypergrad==0.0.1
+source "$(dirname "$0")/fresh.sh" torch==2.14.1 numpy==2.4.6 hypergrad==0.0.1
 "$PY" -W ignore - <<'EOF'
 import sys, torch
 from hypergrad.approx_hypergrad import conjugate_gradient

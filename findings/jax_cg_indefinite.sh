@@ -1,6 +1,6 @@
-#!/bin/sh
+#!/bin/bash
 # jax.scipy.sparse.linalg.cg returns nan, with info None, for an indefinite matrix of two rows.
-. "$(dirname "$0")/fresh.sh" numpy==2.4.6 jax==0.10.2 jaxlib==0.10.2
+source "$(dirname "$0")/fresh.sh" numpy==2.4.6 jax==0.10.2 jaxlib==0.10.2
 "$PY" -W ignore - <<'EOF'
 import sys, jax.numpy as np
 from jax.scipy.sparse.linalg import cg

@@ -1,6 +1,6 @@
-#!/bin/sh
+#!/bin/bash
 # optimistix: the implicit derivative at a singular Hessian is wrong without a word, though the solution is right.
-. "$(dirname "$0")/fresh.sh" numpy==2.4.6 jax==0.10.2 jaxlib==0.10.2 optimistix==0.1.0 lineax==0.1.1 equinox==0.13.8
+source "$(dirname "$0")/fresh.sh" numpy==2.4.6 jax==0.10.2 jaxlib==0.10.2 optimistix==0.1.0 lineax==0.1.1 equinox==0.13.8
 "$PY" -W ignore - 2>/dev/null <<'EOF'
 import sys, jax, jax.numpy as np, optimistix
 

@@ -1,6 +1,6 @@
-#!/bin/sh
+#!/bin/bash
 # Pillow resizes images of mode "1" by nearest neighbour, whatever filter is asked for.
-. "$(dirname "$0")/fresh.sh" numpy==2.4.6 pillow==13.0.0
+source "$(dirname "$0")/fresh.sh" numpy==2.4.6 pillow==13.0.0
 "$PY" - <<'EOF'
 import sys, numpy as np
 from PIL import Image

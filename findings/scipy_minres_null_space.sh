@@ -1,6 +1,6 @@
-#!/bin/sh
+#!/bin/bash
 # scipy's minres reports success with entries of 1e15 if the right-hand side is not in the range.
-. "$(dirname "$0")/fresh.sh" numpy==2.4.6 scipy==1.17.1
+source "$(dirname "$0")/fresh.sh" numpy==2.4.6 scipy==1.17.1
 "$PY" - <<'EOF'
 import sys, numpy as np
 from scipy.sparse.linalg import minres

@@ -1,6 +1,6 @@
-#!/bin/sh
+#!/bin/bash
 # load_svmlight_file with offset and length: a row that starts at the border is read by the first range.
-. "$(dirname "$0")/fresh.sh" numpy==2.4.6 scipy==1.17.1 scikit-learn==1.9.1
+source "$(dirname "$0")/fresh.sh" numpy==2.4.6 scipy==1.17.1 scikit-learn==1.9.1
 "$PY" - <<'EOF'
 import io, sys
 from sklearn.datasets import load_svmlight_file

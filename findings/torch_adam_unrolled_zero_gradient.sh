@@ -1,6 +1,6 @@
-#!/bin/sh
+#!/bin/bash
 # torch.optim.Adam(differentiable=True): a parameter whose gradient is exactly zero makes all derivatives nan.
-. "$(dirname "$0")/fresh.sh" torch==2.14.1 numpy==2.4.6
+source "$(dirname "$0")/fresh.sh" torch==2.14.1 numpy==2.4.6
 "$PY" -W ignore - <<'EOF'
 import sys, torch
 

@@ -1,6 +1,6 @@
-#!/bin/sh
+#!/bin/bash
 # torchdiffeq: differentiating the gradient of odeint_adjoint once more gives a number that is wrong.
-. "$(dirname "$0")/fresh.sh" torch==2.14.1 numpy==2.4.6 scipy==1.17.1 torchdiffeq==0.2.5
+source "$(dirname "$0")/fresh.sh" torch==2.14.1 numpy==2.4.6 scipy==1.17.1 torchdiffeq==0.2.5
 "$PY" -W ignore - <<'EOF'
 import sys, torch, torchdiffeq
 

@@ -1,6 +1,6 @@
-#!/bin/sh
+#!/bin/bash
 # TorchOpt's zero_order(method="forward") multiplies by sigma where it has to divide.
-. "$(dirname "$0")/fresh.sh" torch==2.14.1 numpy==2.4.6 torchopt==0.7.3
+source "$(dirname "$0")/fresh.sh" torch==2.14.1 numpy==2.4.6 torchopt==0.7.3
 "$PY" -W ignore - <<'EOF'
 import sys, torch, torchopt
 

@@ -87,6 +87,25 @@ def learned_centre(r):
         assert result["accuracy"] > 0.5
 
 
+def verdicts_of_bfloat16(r):
+    (row,) = r["results"].values()
+    assert row["AID"]["verdict"] == "right"
+    assert row["AID"]["error"] < 0.05
+    assert row["PZOBO"]["deviation"] > 0.1
+    assert "mostly rounding" in row["PZOBO"]["said"]
+
+
+def right_hypergradients(r):
+    (row,) = r["results"].values()
+    assert row["quadratic"] < 1e-12
+    assert row["constrained"] < 1e-12
+
+
+def constant_pixels(r):
+    assert r["facts"]["digits"]["constant columns"] == 3
+    assert r["facts"]["digits"]["rank"] == 61
+
+
 def sold(r):
     for result in r["results"].values():
         assert r["references"]["true demand known"] < result["cost"] < result["curve"][0]["cost"]
@@ -263,6 +282,9 @@ RUNS = {
     ),
     "benchmarks.many_tasks": ("--part both --tasks 20 40 --steps 3 --held 5", "many_tasks", rows_grow),
     "benchmarks.lower_rates": ("--problems representation --methods AID --steps 3", "lower_rates", more_rates_work),
+    "benchmarks.hard_cases": ("--cases bfloat16 --methods AID PZOBO", "hard_cases", verdicts_of_bfloat16),
+    "benchmarks.peers": ("--peers bilevel_optim,_ITD --problems quadratic constrained", "peers", right_hypergradients),
+    "benchmarks.data_facts": ("", "data_facts", constant_pixels),
     "benchmarks.linear_systems": ("--n 10 --products 1 3 --ridges 1e-2 --after 1", None, None),
     "benchmarks.copies": ("--batches 2 --orders 2 --repeats 1", None, None),
     "benchmarks.divergence": ("--cases quartic --methods SOBA AID --rates 1e-12 1 --steps 21", None, None),
@@ -282,14 +304,9 @@ RUNS = {
     "benchmarks.paths": ("--directions 2 --chunk 2 --repeats 1", None, None),
 }
 PLAIN = (
-    "black_box",
-    "contextual",
-    "conditioning",
-    "lower_rates",
-    "many_tasks",
-    "ranks",
-    "transfer",
-)  # without a figure
+    "black_box", "contextual", "conditioning", "data_facts", "hard_cases", "lower_rates", "many_tasks", "peers",
+    "ranks", "transfer",
+)  # without a figure  # fmt: skip
 
 
 def test_every_program_has_a_run():
@@ -314,7 +331,7 @@ def run(tmp_path, monkeypatch, capsys):
         module = importlib.import_module(f"recipes.{name}")
         if not pictures and hasattr(module, "plot"):  # a second each
             monkeypatch.setattr(module, "plot", lambda *_, **__: None)
-        given = [a.replace("_", " ") if a.startswith("gda") else a for a in arguments.split()]
+        given = [a.replace("_", " ") if a.startswith("gda") else a.replace(",_", ", ") for a in arguments.split()]
 
         def alone(_, *inner):  # instead of in a process of its own
             module.main([*map(str, inner)])

@@ -51,7 +51,7 @@ def solve(
             are constants.
         x: tensor, or tuple of tensors, with or without ``requires_grad``.
         y: where the minimiser starts: a tensor, or a tuple of tensors.
-        minimiser: solver of your own, called with a function of y and the start; returns y, whose graph is not used.
+        minimiser: solver of your own, called with a function of y and the start; returns y, without a graph.
             Default: None, which is L-BFGS with a strong Wolfe line search.
         steps: largest number of iterations of L-BFGS. Default: 200.
         tol: largest norm of :math:`\nabla_y g`, relative to that at the start (or to :math:`\nabla^2_{yy} g\, y`, if

@@ -1,6 +1,6 @@
 r"""Hypergradients of other libraries on six problems with closed forms.
 
-    python -m recipes.benchmarks.peers --page docs/peers.md      # in an environment with the libraries to compare
+    python -m recipes.benchmarks.peers --page docs/peers.md --out docs/records   # where the libraries are installed
 
 Each library solves the problem and differentiates the solution in the way that its documentation shows, in double
 precision. Libraries that are not installed are left out.
@@ -19,10 +19,13 @@ import contextlib
 import importlib
 import importlib.metadata
 import io
+import json
 import sys
+import textwrap
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,14 +64,14 @@ POINT = {
 
 
 def upper(x: Any, y: Any, target: Any = TARGET) -> Any:
-    """Return f; for torch and for JAX."""
+    """Return f, of tensors of torch or JAX."""
     return ((y - target) ** 2).sum() / 2
 
 
 def lower(
     problem: str, x: Any, y: Any, exp: Callable[[Any], Any] = torch.exp, to: Callable[[Any], Any] = lambda t: t
 ) -> Any:
-    """Return g of a smooth problem; for torch and for JAX (`to` converts the data)."""
+    """Return g of a smooth problem, of tensors of torch or JAX (`to` converts the data)."""
     if problem == "ridge weights":
         return (exp(x) * (to(TALL) @ y - to(TALL_TARGET)) ** 2).mean() / 2 + RIDGE / 2 * (y**2).sum()
     if problem == "over-parametrised":
@@ -377,7 +380,8 @@ def sparho(problem: str) -> Tensor:
     import numpy
     import sparho
 
-    task = sparho.Problem(sparho.SquaredLoss(), sparho.WeightedL1(), numpy.eye(6), SPARSE.numpy())
+    # Its squared loss is a mean over the rows, so six rows are scaled by the root of six.
+    task = sparho.Problem(sparho.SquaredLoss(), sparho.WeightedL1(), 6**0.5 * numpy.eye(6), 6**0.5 * SPARSE.numpy())
     penalty = POINT["sparse"].exp().numpy()
     from sparho.adapters import SklearnWeightedLasso
 
@@ -459,25 +463,72 @@ def version(package: str) -> str | None:
         return None
 
 
+HEADER = (
+    "# Hypergradients of other libraries",
+    "",
+    "Relative error of the hypergradient on six problems with closed forms, in double precision. Each library solves",
+    "and differentiates the problem in the way that its documentation shows. *No*: it has no way to pose the problem.",
+    "`python -m recipes.benchmarks.peers` makes this page from the libraries that are installed.",
+)
+
+
+def page(numbers: Mapping[str, Any]) -> str:
+    """Return the page of the site."""
+    lines = [*HEADER, "", f"| library | version | {' | '.join(PROBLEMS)} |", "|---" * 8 + "|"]
+    for name, row in numbers["results"].items():
+        cells = [_cell(row[problem]) for problem in PROBLEMS]
+        lines.append(f"| {name} | {row['version']} | {' | '.join(cells)} |")
+    doc = __doc__ or ""
+    problems = doc[doc.index("    quadratic") :].strip("\n")
+    return "\n".join([*lines, "", "The problems:", "", "```text", textwrap.dedent(problems), "```", "", *NOTES, ""])
+
+
+def _cell(found: str | float) -> str:
+    if isinstance(found, float):
+        return f"{found:.0e}" if found < TOLERANCE else f"**{found:.2g}**"
+    return "no" if found == "not offered" else f"**{found.split(':')[0]}**"
+
+
+NOTES = (
+    "* **Over-parametrised**: the Hessian is singular, and the right value is the derivative of the least solution,",
+    "  which gradient descent from zero finds. Solvers that need a definite matrix fail. Here `AID` needs",
+    '  `linear_solver="minres"`; the default, conjugate gradients, warns.',
+    "* **BOAT, CG**: its conjugate gradients drop the last iterate; **hypergrad, CG** makes directions from the old",
+    "  residual. Both are scripts in the folder `findings` of the repository.",
+    "* **gradhpo** calls its greedy estimate an approximation: it is exact only for one lower step.",
+    "* Betty 0.2.1 does not install on Python 3.11, and learn2learn 0.2.0 does not build there.",
+    "* **torchdiffeq, adjoint** integrates the gradient flow, and its reverse, which is unstable if the flow",
+    "  contracts quickly: an adjoint of a shorter time, or `odeint` itself, avoids that.",
+    "* torchsde and geomloss solve no lower problem; second derivatives of geomloss's losses are wrong (`findings`),",
+    '  so a lower loss made of them needs `hvp="finite-difference"` or `F2SA`.',
+)
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Compare, and write the numbers."""
     parser = Parser(__doc__, threads=1)
     parser.option("peers", [*PEERS], "libraries", choices=[*PEERS], metavar="NAME")
     parser.option("problems", [*PROBLEMS], "problems", choices=[*PROBLEMS], metavar="NAME")
+    parser.add_argument("--page", type=Path, help="page of the site to write")
     args = parser.parse(arguments)
     for problem in SMOOTH:  # the closed forms against dense matrices
         y = descended(problem, POINT[problem])
         truth = dense(upper, lambda x, y, problem=problem: lower(problem, x, y), POINT[problem], y)
         assert torch.allclose(truth, right(problem), rtol=1e-6), problem
-    results: dict[str, dict[str, Any]] = {}
+    record = args.out / "peers.json"  # results of libraries that are not asked for are kept
+    results: dict[str, Any] = json.loads(record.read_text())["results"] if record.exists() else {}
     for name in args.peers:
         package, peer = PEERS[name]
         if (found := version(package)) is not None:
             results[name] = {"version": found, **{problem: judge(peer, problem) for problem in args.problems}}
             print(name, *results[name].values(), sep="  ", file=sys.stderr, flush=True)
+    results = {name: results[name] for name in PEERS if name in results}
     rows = [[name, *row.values()] for name, row in results.items()]
     show("relative error of the hypergradient", ["", "version", *args.problems], rows)
-    return save(args, args.out / "peers", {"results": results})
+    numbers = save(args, args.out / "peers", {"results": results})
+    if args.page is not None:
+        args.page.write_text(page(numbers))
+    return numbers
 
 
 if __name__ == "__main__":

@@ -299,13 +299,13 @@ def digits() -> Case:
     return Case(f, g, x, y, dense(f, g, x, y), dtype=torch.float32)
 
 
-def network(activation: Callable[[Tensor], Tensor]) -> Case:
+def network() -> Case:
     """Two layers in single precision, at a minimum; x: log weights of the examples."""
     inputs, target, held = normal(30, 2, name="inputs"), normal(30, name="target"), normal(20, 2, name="held")
     truth = held.prod(1)
 
     def predicted(y: Tensor, at: Tensor) -> Tensor:
-        return activation(at.to(y) @ y[:8].reshape(2, 4) + y[8:12]) @ y[12:16]
+        return torch.tanh(at.to(y) @ y[:8].reshape(2, 4) + y[8:12]) @ y[12:16]
 
     def f(x: Tensor, y: Tensor) -> Tensor:
         return (predicted(y, held) - truth.to(y)).square().mean()
@@ -313,13 +313,22 @@ def network(activation: Callable[[Tensor], Tensor]) -> Case:
     def g(x: Tensor, y: Tensor) -> Tensor:
         return (x.exp() * (predicted(y, inputs) - target.to(y)).square()).mean() + 2e-2 * y.square().sum()
 
-    x = torch.zeros(30, dtype=DOUBLE)
-    for k in range(100):  # a minimum away from kinks
-        y = solve(g, x, normal(16, name=f"y {k}"))
-        slope, hessian, _ = derivatives(g, x, y)
-        if slope.norm() < 1e-10 and torch.linalg.eigvalsh(hessian)[0] > 1e-3:
-            return Case(f, g, x, y, dense(f, g, x, y), dtype=torch.float32)
-    raise AssertionError("no smooth minimum found")
+    return at_solution(f, g, torch.zeros(30, dtype=DOUBLE), normal(16, name="y"), dtype=torch.float32)
+
+
+def squared_hinge() -> Case:
+    """A linear classifier whose Hessian jumps where an example reaches its margin; x: log weights of the examples."""
+    inputs, held = normal(40, 4, name="inputs"), normal(20, 4, name="held")
+    signs = (inputs[:, 0] + normal(40, name="noise")).sign()
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return F.softplus(-held.to(y)[:, 0].sign() * (held.to(y) @ y)).mean()
+
+    def g(x: Tensor, y: Tensor) -> Tensor:
+        margins = torch.relu(1 - signs.to(y) * (inputs.to(y) @ y))
+        return (x.exp() * margins.square()).mean() + 1e-2 * y.square().sum()
+
+    return at_solution(f, g, torch.zeros(40, dtype=DOUBLE), torch.zeros(4, dtype=DOUBLE), dtype=torch.float32)
 
 
 def saddle() -> Case:
@@ -449,8 +458,10 @@ CASES: dict[str, Entry] = {
         lambda: at_solution(*quadratic(4.0, 8), dtype=torch.bfloat16, tolerance=0.05),
         "A quadratic in 8 unknowns; within 5 %.",
     ),
-    "tanh network, float32": Entry(lambda: network(torch.tanh), "Two layers, at a minimum; x: log weights."),
-    "ReLU network, float32": Entry(lambda: network(torch.relu), "The same with kinks."),
+    "tanh network, float32": Entry(network, "Two layers, at a minimum; x: log weights of the examples."),
+    "squared hinge, float32": Entry(
+        squared_hinge, "The Hessian jumps where an example reaches its margin; x: log weights of the examples."
+    ),
     "saddle of g": Entry(saddle, "g = (y_1 y_2 - x)^2 / 2 at zero: two minima are equally near, so no right value."),
     "sigmoid, then cross-entropy, float32": Entry(
         saturated, "`binary_cross_entropy(sigmoid(y), 0)`: above y = 17 its gradient is 0 in place of 1."

@@ -51,8 +51,7 @@ class Twin:
         made = make(self.x, self.y)
         self.loss, self.change, net = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
         self.lower = [self.y, *([] if net is None else net.parameters())]
-        # Some losses are not what their derivatives say, on purpose: statistics move, functions have a slope of their own.
-        self.optimizer = cls([self.x], self.lower, lr=0.1, lower_lr=0.1, check_derivatives=False, **own, **options)
+        self.optimizer = cls([self.x], self.lower, lr=0.1, lower_lr=0.1, **own, **options)
         if captured:
             self.optimizer.compile(backend="eager")
 
