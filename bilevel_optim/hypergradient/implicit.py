@@ -96,7 +96,7 @@ def implicit(
             result = result.evaluated(grad_y, product, **lanes)
         else:
             cross = system.cross(result.solution)
-    diagnostics = {"lower_residual": system.gradient, **watched(oracle, result, said)}
+    diagnostics = {"lower_residual": system.gradient, **watched(oracle, result, said, dense=dense)}
     return Estimate(loss, grad_x - cross, diagnostics, {"linear_solution": result.solution})
 
 
@@ -109,19 +109,22 @@ def _require_few(oracle: Oracle) -> None:
         )
 
 
-def watched(oracle: Oracle, result: LinearSolution, said: Tensor | None = None) -> dict[str, Tensor]:
+def watched(
+    oracle: Oracle, result: LinearSolution, said: Tensor | None = None, *, dense: bool = False
+) -> dict[str, Tensor]:
     """Return diagnostics of a linear solve; warn if the system is not solved.
 
     Args:
         oracle: receives the alert ``"unsolved system"``.
         result: the solution, with the residual to report.
         said: the relative residual of the solver's own recursion. Default: None, no such thing.
+        dense: the system was solved by a factorisation. Default: False.
     """
     if result.diverged is not None and result.relative is not None:
         figures = [t.detach() for t in (result.relative, result.relative if said is None else said)]
         flags = [result.indefinite, result.diverged]
         most = unsolved_from(result.solution[0].dtype)
-        message = partial(_reason, result, *figures, most=most, dense=said is None)
+        message = partial(_why_unsolved, result, *figures, most=most, dense=dense)
         if oracle.lanes is None:
             oracle.checks.alert_if("unsolved system", message, partial(_unsolved, most=most), *flags, *figures)
         else:
@@ -139,7 +142,7 @@ def _unsolved(indefinite: Any, diverged: Any, relative: Any, said: Any, *, most:
     return (indefinite > 0) | (diverged > 0) | ((relative > most) & (relative > 10 * said))
 
 
-def _reason(result: LinearSolution, relative: Tensor, said: Tensor, *, most: float, dense: bool) -> str:
+def _why_unsolved(result: LinearSolution, relative: Tensor, said: Tensor, *, most: float, dense: bool) -> str:
     """Say why the system is not solved, with the figures of the worst lane, and what helps."""
     assert result.diverged is not None
     bad = _unsolved(result.indefinite, result.diverged, relative, said, most=most).reshape(-1)
@@ -155,4 +158,4 @@ def _reason(result: LinearSolution, relative: Tensor, said: Tensor, *, most: flo
         seen += f" after {int(result.iterations.reshape(-1)[worst])} iterations"
     if condition and not indefinite:
         seen += f", condition of H at least {condition:.1g}"
-    return f"{text} ({seen}). {HELP[text]}"
+    return text + f" ({seen}). {HELP[text]}"

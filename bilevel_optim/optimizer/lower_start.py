@@ -66,7 +66,7 @@ def write_lower(
                 raise ValueError(ONE_PROCESS)
             with Substitution(y, before, stacked=False):  # a graph of the start must not save the y that is overwritten
                 start = fresh_start(Vector(y), names, init)
-            _write(y, start)
+            _write(y, [t.detach().clone() for t in start])  # they may be the live tensors in another order
         if solver is not None:
             solver()
     except BaseException:

@@ -18,6 +18,7 @@ from ..tracing import is_tracing
 __all__ = [
     "UnchunkedCrossEntropy",
     "custom_operations",
+    "has_casts",
     "has_fused",
     "has_jumps",
     "has_kinks",
@@ -73,6 +74,11 @@ def roots_in(loss: Tensor) -> tuple[str, ...]:
     """Return the operations in a loss's graph, as users call them, without a finite second derivative at zero."""
     names = {node.name() for node in _nodes(loss)}
     return tuple(call for call, start in _ROOTS.items() if any(name.startswith(start) for name in names))
+
+
+def has_casts(loss: Tensor) -> bool:
+    """Return True if a loss's graph changes the type of values, perhaps to one of less precision (autocast)."""
+    return _has(loss, ("ToCopy",))
 
 
 def has_jumps(loss: Tensor) -> bool:

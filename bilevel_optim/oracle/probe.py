@@ -29,7 +29,15 @@ from ..problem.random import default_state, numbers_kept
 from ..problem.tasks import select
 from ..problem.vector import Vector, stack
 from .copies import Copies
-from .differentiable import UnchunkedCrossEntropy, custom_operations, has_jumps, has_kinks, products_of, working_unit
+from .differentiable import (
+    UnchunkedCrossEntropy,
+    custom_operations,
+    has_casts,
+    has_jumps,
+    has_kinks,
+    products_of,
+    working_unit,
+)
 from .lanes import LaneLoss, stacked
 from .oracle import Oracle
 from .session import Session
@@ -158,6 +166,8 @@ class _LossCheck:
             return [f"{self.called} not checked: the precision is too low for differences"]
         try:
             self._place()
+            if self.casts:
+                return [f"{self.called} not checked: it changes the type of values, perhaps to one of less precision"]
             self.unit = max(working_unit(t, self.products) for t in (*self.x, *self.y))
             if self.unit > COARSE:
                 return [f"{self.called} not checked: the precision is too low for differences (TF32)"]
@@ -203,6 +213,7 @@ class _LossCheck:
         self.value = float(loss.detach())
         self.draws = not all(map(torch.equal, before, default_state(oracle.device)))
         self.products, self.operations = products_of(loss), custom_operations(loss)
+        self.casts = has_casts(loss)
         self.kinks = has_kinks(loss) or has_jumps(loss)
 
     def _repeats(self) -> bool:

@@ -378,7 +378,7 @@ def starting_points(y: Vector, names: Sequence[str], tasks: Any, count: int, low
 
 def fresh_start(y: Vector, names: Sequence[str], lower_init: LowerInit) -> Vector:
     """Return the user's starting point of a lower solve without tasks."""
-    return _as_start(lower_init(), y, names, ()).clone()  # it may return the live tensors in another order
+    return _as_start(lower_init(), y, names, ())
 
 
 def _as_start(given: Any, y: Vector, names: Sequence[str], leading: tuple[int, ...]) -> Vector:

@@ -29,7 +29,7 @@ GROWTH = 100  # of the squared residual: a v whose residual is ten times the rig
 
 def unsolved_from(dtype: torch.dtype) -> float:
     """Return the relative residual above which a system is not solved, though no iteration would improve it."""
-    return max(3e-3, 10 * torch.finfo(dtype).eps)
+    return max(1e-2, 10 * torch.finfo(dtype).eps)  # products under bfloat16 autocast are off by 4e-3
 
 
 class LinearSolution(NamedTuple):

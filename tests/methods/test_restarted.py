@@ -573,14 +573,14 @@ def test_error_of_the_estimate_is_that_of_the_closed_form():
 
 
 def test_oracle_counts():
-    """(1, T + 1, T' + 1, 1) per step, T' in the first one, and the additional solve where an epoch begins."""
+    """(1, T + 1, T' + 2, 1) per step, T' in the first one, and the additional solve where an epoch begins."""
     problem, epochs = Quadratic(n=24, m=5, kappa=100.0), 0
     optimizer = bo.RAHGD(problem.x, problem.y, lr=0.01, lower_lr=0.01, lower_steps=7, linear_steps=3, restart_steps=11,
                          restart_radius=0.05)  # fmt: skip
     for k in range(1, 21):
         epochs += optimizer.epoch_step == 0
         problem.run(optimizer)
-        assert tuple(optimizer.oracle_counts.values()) == (k, 8 * k + 11 * epochs, 4 * k - 1, k, 0)
+        assert tuple(optimizer.oracle_counts.values()) == (k, 8 * k + 11 * epochs, 5 * k - 1, k, 0)
     assert epochs == optimizer.restarts + (optimizer.epoch_step > 0) > 2
     assert int(optimizer.diagnostics["restarts"]) <= optimizer.restarts
 
@@ -609,7 +609,7 @@ def test_tolerances_stop_the_solvers():
     problem.run(optimizer)
     second = optimizer.oracle_counts
     assert second["lower_grad"] - first["lower_grad"] == 2  # one step, and the graph
-    assert second["hvp"] - first["hvp"] == 1  # the initial residual
+    assert second["hvp"] - first["hvp"] == 2  # the initial residual, and that of the solution
     relative = bo.RAHGD(problem.x, problem.y, linear_tol=1e-2, **options)
     problem.run(relative)
     assert 1 < relative.diagnostics["linear_iterations"] < 30

@@ -40,7 +40,7 @@ class Source:
     def texts(self, node: ast.expr, path: Path, scope: ast.AST | None, depth: int = 0) -> list[str]:
         """Return the possible texts of an expression, with a hole for every part known only at run time."""
         again = [path, scope, depth + 1]
-        if depth > 6:
+        if depth > 9:
             return [HOLE]
         if isinstance(node, ast.Constant):
             return [str(node.value)]
@@ -86,6 +86,8 @@ class Source:
                 return self.texts(node.args[0].elt, *again)
             if name in ("str", "repr", "join", "format"):
                 return [HOLE]
+            if name == "partial":  # a message that is made when it is needed
+                name = getattr(node.args[0], "id", getattr(node.args[0], "attr", ""))
             made = [
                 text
                 for where, function in self.functions.get(name, ())
