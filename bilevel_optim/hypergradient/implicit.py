@@ -92,7 +92,10 @@ def implicit(
         oracle.checks.finite("hvp", [*result.solution, result.residual], SINGULAR if dense else "")
         said = None if dense else result.relative
         if check and not dense:
-            cross, product = system.both(result.solution)
+            if oracle.sharded:  # x and y may be tensors of two kinds, which have no difference
+                cross, product = system.cross(result.solution), system.hvp(result.solution)
+            else:
+                cross, product = system.both(result.solution)
             result = result.evaluated(grad_y, product, **lanes)
         else:
             cross = system.cross(result.solution)
