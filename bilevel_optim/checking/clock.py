@@ -30,6 +30,7 @@ class TimeLimit:
         self._start, self._seconds, self._last, self._shown = time.monotonic(), seconds, 0.0, 0
         self._from, self._to = 0.0, 1.0
         self.note = ""  # a fact for the report if the time is up
+        self.lenient = False  # True once a report can be made: its last evaluations are let through
 
     @property
     def spent(self) -> float:

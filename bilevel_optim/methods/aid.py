@@ -70,8 +70,8 @@ class AID(BilevelOptimizer):
             Default: None.
         warm_start: start y and v at their last values (CG and MINRES at zero where that has the smaller residual).
             Default: True.
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+        upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.
 
     State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.

@@ -32,10 +32,9 @@ class BA(AID):
         lower_steps: c > 0, not necessarily an integer.
         growth: the exponent. Default: 0.25.
         linear_steps: maximum iterations of CG (the original solves the system exactly). Default: 10.
-        linear_tol, damping: as in `AID`.
-        warm_start: start y and v at their last values instead. Default: False.
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+        linear_tol, damping: as in `AID`. warm_start: start y and v at their last values instead. Default: False.
+            upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.
 
     State: ``initial`` y (``linear_solution`` with warm starts), the lower optimizer's state.

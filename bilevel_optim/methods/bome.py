@@ -66,9 +66,10 @@ class BOME(BilevelOptimizer):
         eta: :math:`\eta > 0`, how fast the barrier falls. Default: 0.5.
         barrier: ``"grad_norm"``, :math:`\phi = \eta \|\nabla q\|^2`, or ``"value"``, :math:`\phi = \eta\, q`. Default:
             ``"grad_norm"``.
-        warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
-            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
-            `BilevelOptimizer`. The lower optimizer makes the steps to :math:`y_T`; each outer step resets it.
+        warm_start, upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp,
+            process_group, tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip,
+            lower_projection: see `BilevelOptimizer`. The lower optimizer makes the steps to :math:`y_T`; each outer
+            step resets it.
 
     State: ``initial`` y without warm starts.
 

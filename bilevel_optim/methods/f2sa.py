@@ -95,10 +95,10 @@ class F2SA(BilevelOptimizer):
         normalize: divide the step by the norm of the estimate over all of x, as in the paper. ``.grad`` is never
             normalised. Default: None, which is True without an ``upper_optimizer``, and False with one, so that a step
             equals ``backward`` and then a step of that optimizer.
-        warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
-            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
-            `BilevelOptimizer`. The lower optimizer acts on stacked copies, so it must treat each entry independently
-            (SGD, Adam; not LBFGS).
+        warm_start, upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp,
+            process_group, tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip,
+            lower_projection: see `BilevelOptimizer`. The lower optimizer acts on stacked copies, so it must treat each
+            entry independently (SGD, Adam; not LBFGS).
 
     *Departures from the paper*, the largest first. The copies share their samples; the paper draws for each copy
     (``samples="independent"``). Its algorithm draws one pair of samples per outer step and keeps it for all lower

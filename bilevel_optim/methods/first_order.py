@@ -32,8 +32,8 @@ class FirstOrder(BilevelOptimizer):
         lr: learning rate of x.
         lower_lr: learning rate of the lower steps.
         lower_steps: lower steps per outer step.
-        warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
-            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip,
+        warm_start, upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp,
+            process_group, tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip,
             lower_projection: see `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.

@@ -37,8 +37,8 @@ class GDA(MinimaxOptimizer):
         lower_lr: learning rate of y.
         lower_steps: ascent steps per step of x. Default: 1.
         simultaneous: the last ascent step and the step of x share one evaluation. Default: True.
-        warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
-            lower_clip, lower_projection: see `BilevelOptimizer`.
+        warm_start, upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp,
+            process_group, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
 

@@ -66,8 +66,8 @@ class iMCN(MinimaxOptimizer):
         perturbation: radius of the perturbation of the Cauchy point. Default: 1e-3.
         tol: once the model decreases by less than this, it is minimised with ten times the steps and the run ends:
             ``converged`` is True and ``step`` does nothing. Costs a host synchronisation. Default: 0, never.
-        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip,
-            lower_projection: see `BilevelOptimizer`.
+        warm_start, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: the state of a ``lower_optimizer``, and ``initial`` y without warm starts. Attribute ``converged``.
 

@@ -51,8 +51,8 @@ class ITD(BilevelOptimizer):
         warm_start: start y at its last value. Default: True.
         lower_optimizer: as in `BilevelOptimizer`; a torch optimizer that supports ``differentiable=True`` (SGD with
             momentum or Nesterov, Adam, AdamW, RMSprop, Adagrad, Adamax, NAdam, RAdam, Adadelta, ASGD). Default: SGD.
-        upper_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch,
-            upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
+        upper_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
             ``hvp="finite-difference"`` implies ``checkpoint=True``.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.

@@ -39,7 +39,7 @@ REFERENCE = {
     "optimizer": (
         "BilevelOptimizer",
         "What every method can do: `step`, `backward`, `run`, `compile`, `metrics`, `adapt`, and saving.",
-        ("BilevelOptimizer", "BilevelWarning", "NonFiniteError", "RankError"),
+        ("BilevelOptimizer", "BilevelWarning", "DerivativeError", "NonFiniteError", "RankError"),
     ),
     "objective": (
         "Objective and other data",

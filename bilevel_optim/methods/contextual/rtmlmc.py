@@ -94,9 +94,9 @@ class RTMLMC(BilevelOptimizer):
             iteration with a margin of 1.2, at steps 0, 1, 3, 7, 15, ...; the largest estimate is kept.
         cap: limit lower steps to 1/L. Default: True.
         tasks_per_step: contexts per step. Default: 1.
-        lower_batch, upper_batch: rows per batch of a context; None, all of them. Default: 1.
-        warm_start: True writes the mean of the lower solutions to the live y. Default: False.
-        upper_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_init: see `BilevelOptimizer`.
+        lower_batch, upper_batch: rows per batch of a context; None, all of them. Default: 1. warm_start: True writes
+            the mean of the lower solutions to the live y. Default: False. upper_optimizer, check_finite,
+            check_derivatives, generator, vectorize, hvp, process_group, lower_init: see `BilevelOptimizer`.
             Processes share the contexts of a step, deep ones first.
 
     *Departures from the paper*, the largest first, all of them arguments. The paper has one random term of the Neumann
@@ -288,10 +288,9 @@ class DLSGD(RTMLMC):
 
     Args:
         upper, lower, lr, lower_lr, levels, neumann_steps, neumann, neumann_rate, implicit_term, smoothness, cap: see
-            `RTMLMC`.
-        level_sampling, base_level: only the defaults; other values would have no effect and are refused.
-        tasks_per_step, lower_batch, upper_batch, warm_start, lower_init: see `RTMLMC`.
-        upper_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+            `RTMLMC`. level_sampling, base_level: only the defaults; other values would have no effect and are refused.
+            tasks_per_step, lower_batch, upper_batch, warm_start, lower_init: see `RTMLMC`. upper_optimizer,
+            check_finite, check_derivatives, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
 
     *Departures from the paper*: those of `RTMLMC` that apply here. The text's setting:
 

@@ -59,8 +59,9 @@ class ESMAML(Initialised, ZerothOrder):
         over_ranks: as for `PZOBO`. Default: ``"data"``.
         lower_directions: R, pairs of directions of each adaptation step; 0 takes derivatives. Default: 0.
         lower_smoothing: :math:`\tau > 0`. Default: 1e-2.
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer` and `PZOBO`.
+        upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`
+            and `PZOBO`.
 
     State: none.
 

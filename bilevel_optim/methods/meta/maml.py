@@ -105,9 +105,9 @@ class MAML(Initialised, ITD):
         checkpoint: keep only the iterates, and rebuild the graphs. Default: False.
         warm_start: with tasks, set the live y to the mean of the adapted values; adaptation always starts at x.
             Default: True.
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`. ``lower_init``
-            has no effect.
+        upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+            ``lower_init`` has no effect.
 
     State: the lower optimizer's, which is reset at each step.
 
@@ -162,9 +162,9 @@ class ANIL(MAML):
     Args:
         upper: parameters of the body, then copies of the head's.
         lower: parameters of the head.
-        lr, lower_lr, lower_steps, truncate, checkpoint, warm_start: see `MAML`.
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+        lr, lower_lr, lower_steps, truncate, checkpoint, warm_start: see `MAML`. upper_optimizer, lower_optimizer,
+            check_finite, check_derivatives, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch,
+            upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: as `MAML`.
 
@@ -215,9 +215,9 @@ class FOMAML(Initialised):
     *Cost per step* and task: ``lower_steps`` lower gradients, 1 upper gradient. *Draws*: as `MAML`.
 
     Args:
-        upper, lower, lr, lower_lr, lower_steps, warm_start: see `MAML`.
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+        upper, lower, lr, lower_lr, lower_steps, warm_start: see `MAML`. upper_optimizer, lower_optimizer, check_finite,
+            check_derivatives, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch,
+            lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: as `MAML`.
 
@@ -279,8 +279,8 @@ class iMAML(Initialised, AID):
             already. Default: 0.
         linear_solver: ``"cg"``, ``"minres"`` or ``"auto"``, see `AID`. Default: ``"cg"``.
         linear_steps, linear_tol, damping: see `AID`.
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``linear_solution`` (without tasks).
 

@@ -47,11 +47,9 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         lower_lr: learning rate of the ascent steps.
         lower_steps: ascent steps per outer step.
         momentum, restart_radius, restart_period, lower_momentum, lower_restart, restart_steps, lower_tol, on_converged:
-            see `RAHGD`.
-        newton_correction: add the adjoint term. Default: False.
-        linear_steps: maximum iterations of CG, for ``newton_correction``. Default: 10.
-        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip,
-            lower_projection: see `BilevelOptimizer`.
+            see `RAHGD`. newton_correction: add the adjoint term. Default: False. linear_steps: maximum iterations of
+            CG, for ``newton_correction``. Default: 10. warm_start, lower_optimizer, check_finite, check_derivatives,
+            generator, vectorize, hvp, process_group, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: as `RAHGD` (``linear_solution`` only with ``newton_correction``).
 

@@ -83,8 +83,8 @@ class RAHGD(Accelerated):
             ``"stop"``.
         warm_start: start y and v at their last values (CG at zero where that has the smaller residual). Default: True.
         lower_optimizer: another optimizer for the lower steps, which keeps its own state. Default: `AGD`.
-        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
-            task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
+        check_finite, check_derivatives, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch,
+            upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     *Departures from the paper*, the largest first. ``lower_momentum`` is 0, so that *the accelerated lower solve of the
     formula above is plain gradient descent* unless you set it: the right value needs :math:`\kappa`, and a ``lower_lr``

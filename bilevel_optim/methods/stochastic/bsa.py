@@ -40,8 +40,8 @@ class BSA(NeumannMethod):
         linear_steps: N, the number of terms. Default: 10.
         linear_lr: :math:`\eta`, in the original 1/L. Default: the learning rate of the lower groups.
         warm_start: start y at its last value. Default: True.
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+        upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
@@ -120,8 +120,8 @@ class TTSA(NeumannMethod):
         linear_steps: N, the number of terms. Default: 10.
         linear_lr: :math:`\eta`, in the original c/L with c in (0, 1]. Default: the learning rate of the lower groups.
         warm_start: start y at its last value. Default: True.
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+        upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.

@@ -77,8 +77,8 @@ class MRBO(NeumannMethod):
         warm_start: start y at its last value. Default: True.
         lower_optimizer: receives u as the gradient, so it must not evaluate gradients itself (``LBFGS``); see
             `BilevelOptimizer`.
-        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
-            task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
+        check_finite, check_derivatives, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch,
+            upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``previous`` and ``direction`` of the upper and of the lower parameters, the lower optimizer's state, and
     ``initial`` y without warm starts. Tasks start without memory at every step.
@@ -162,8 +162,8 @@ class SUSTAIN(MRBO):
         lower_beta: the same for the lower gradient. Default: ``beta``.
         warm_start: start y at its last value. Default: True.
         lower_optimizer: receives u as the gradient; see `BilevelOptimizer`.
-        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
-            task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
+        check_finite, check_derivatives, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch,
+            upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: as `MRBO`.
 

@@ -70,9 +70,9 @@ class SABA(SingleLoop):
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y and v at their last values. Default: True. (The first v is one step from zero,
             :math:`\eta \nabla_y f`.)
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip,
-            lower_projection: see `BilevelOptimizer`. Each rank keeps a memory; all use the indices that the first one
-            draws, and need the same numbers of terms.
+        upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            lower_clip, lower_projection: see `BilevelOptimizer`. Each rank keeps a memory; all use the indices that the
+            first one draws, and need the same numbers of terms.
 
     State: ``linear_solution`` (v); ``lower_table``, ``product_table``, ``adjoint_table`` of the lower parameters and
     ``cross_table``, ``direct_table`` of the upper ones, with a row for each term, and their means ``lower_mean``, ...;

@@ -60,8 +60,9 @@ class SOBA(SingleLoop):
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y and v at their last values. Default: True. (The first v is one step from zero,
             :math:`\eta \nabla_y f`.)
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+            `BilevelOptimizer`.
 
     State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -138,8 +139,9 @@ class FSLA(SingleLoop):
         beta: weight :math:`\beta` in [0, 1] of the current sample; 1 keeps no memory. May be assigned between steps
             (the analysis lets it decrease with ``lr``). Default: 0.1.
         warm_start: start y and v at their last values. Default: True. (The first v is :math:`\eta \nabla_y f`.)
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+            `BilevelOptimizer`.
 
     State: ``linear_solution`` (v) and ``previous`` of the lower parameters, ``previous`` and ``direction`` of the upper
     ones, the lower optimizer's state, and ``initial`` y without warm starts. Tasks start without memory at every step.

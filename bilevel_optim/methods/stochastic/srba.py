@@ -55,8 +55,9 @@ class SRBA(SingleLoop):
         radius: R, radius of the ball that v stays in. Default: infinite.
         warm_start: continue from the last y, v and directions; otherwise every step evaluates the full sums. Default:
             True. (The first v is one step from zero.)
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip, lower_projection: see
-            `BilevelOptimizer`. All ranks use the indices that the first draws, and need the same numbers of terms.
+        lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group, lower_clip,
+            lower_projection: see `BilevelOptimizer`. All ranks use the indices that the first draws, and need the same
+            numbers of terms.
 
     State: ``linear_solution`` (v); of the last step ``previous`` (y, x), ``previous_solution``, ``direction`` (of y, of
     x), ``solution_direction``; the lower optimizer's state, and ``initial`` y without warm starts.

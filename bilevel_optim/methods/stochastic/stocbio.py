@@ -94,8 +94,8 @@ class StocBiO(NeumannMethod):
         linear_steps: Q, the number of products. Default: 10.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y at its last value. Default: True.
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+        upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
@@ -149,8 +149,8 @@ class AmIGO(BilevelOptimizer):
         linear_steps: steps on the linear system. Default: 10.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y and v at their last values. Default: True.
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+        upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.
 
     State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.

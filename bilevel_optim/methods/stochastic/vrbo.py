@@ -57,8 +57,8 @@ class VRBO(NeumannMethod):
         anchor_batches: batches of an anchor. Default: 10.
         warm_start: start y at its last value; otherwise every step is an anchor. Default: True.
         lower_optimizer: receives u as the gradient; see `BilevelOptimizer`.
-        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
-            task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
+        check_finite, check_derivatives, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch,
+            upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``previous`` and ``direction`` of the upper and of the lower parameters, the lower optimizer's state, and
     ``initial`` y without warm starts. With tasks every step is an anchor.

@@ -55,11 +55,10 @@ class BSVRB(RecursiveOptimizer):
             Default: 0.1.
         floor: least eigenvalue of H, version 1. Default: 1e-3.
         task_batch: tasks in a step, drawn uniformly. Default: 10.
-        averaging, ceilings, radius: see `SVRB`; with version 2 ceilings may name ``r``.
-        schedule, schedule_offset, restarts, initial_steps, state_device, lazy: see `SVRB`.
-        beta_unit: see `RSVRB`. Default: ``"absolute"``.
-        warm_start, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch,
-            lower_init: see `BilevelOptimizer`.
+        averaging, ceilings, radius: see `SVRB`; with version 2 ceilings may name ``r``. schedule, schedule_offset,
+            restarts, initial_steps, state_device, lazy: see `SVRB`. beta_unit: see `RSVRB`. Default: ``"absolute"``.
+            warm_start, check_finite, check_derivatives, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init: see `BilevelOptimizer`.
 
     State: as `RSVRB`, and the diagnostics too.
 

@@ -78,9 +78,9 @@ class RSVRB(RecursiveOptimizer):
             small states. Once a row left behind has shrunk by :math:`e^{-16}`, one step brings all up to date, and
             needs room for a second copy.
         lower_batch, upper_batch: rows per batch of a task. Default: all.
-        warm_start, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_init: see
-            `BilevelOptimizer`. Processes share the tasks of a step; each has all rows, or, of lower parameters split
-            along their first dimension (``DTensor``), its own.
+        warm_start, check_finite, check_derivatives, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_init: see `BilevelOptimizer`. Processes share the tasks of a step; each has all rows, or, of lower
+            parameters split along their first dimension (``DTensor``), its own.
 
     *Departures from the paper*, the largest first. The default variant is not the paper's, which is ``"faithful"``.
     Steps are constant and beta is 0.1, as with `SVRB`, whose other departures apply too. A step has 10 tasks, as in the

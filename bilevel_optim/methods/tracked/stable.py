@@ -47,9 +47,8 @@ class STABLE(RecursiveOptimizer):
         beta: mixing weight of V and H. Default: 0.1.
         floor: least eigenvalue of H. Default: 1e-3.
         averaging, ceilings, radius, schedule, schedule_offset, restarts, initial_steps, state_device, lazy, beta_unit:
-            see `SVRB`.
-        warm_start, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch,
-            lower_init: see `BilevelOptimizer`.
+            see `SVRB`. warm_start, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init: see `BilevelOptimizer`.
 
     State: as with `SVRB`.
 

@@ -71,8 +71,8 @@ class SVRB(RecursiveOptimizer):
         warm_start: False restarts every step from the first y, with plain estimates. Default: True.
         beta_unit: see `RSVRB`.
         lazy: see `RSVRB`; with one lower problem it makes no difference.
-        lower_batch, upper_batch: rows per batch of a task. Default: all.
-        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_init: see `BilevelOptimizer`.
+        lower_batch, upper_batch: rows per batch of a task. Default: all. check_finite, check_derivatives, generator,
+            vectorize, hvp, process_group, tasks_per_step, lower_init: see `BilevelOptimizer`.
 
     *Departures from the paper*, the largest first. Step sizes are constant and beta is 0.1; in the paper's theorem both
     shrink with the step (``schedule="cube_root"``, with a constant of beta that it tunes). The result is the last x,

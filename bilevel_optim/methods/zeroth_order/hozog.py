@@ -36,9 +36,9 @@ class HOZOG(ZerothOrder):
         directions: Q, random directions per step. Default: 8.
         smoothing: :math:`\mu > 0`, the step of a difference. Default: 1e-2.
         smoothing_mode, direction, scale, difference, over_ranks, warm_start: as for `PZOBO`.
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer` and
-            `PZOBO`.
+        upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+            `BilevelOptimizer` and `PZOBO`.
 
     State: ``initial`` y without warm starts.
 

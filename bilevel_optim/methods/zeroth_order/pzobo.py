@@ -69,8 +69,9 @@ class PZOBO(ZerothOrder):
         warm_start: start each lower solve at the end of the last unperturbed path. Default: False, as in the paper.
         share_directions_across_tasks: with tasks, one set of directions for all of them, as in the paper; otherwise
             each task has its own, which has less variance. Default: True.
-        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+            `BilevelOptimizer`.
             Each path has its own optimizer state, which is reset at every step; the optimizer must treat each entry
             independently (SGD, Adam; not LBFGS). ``vectorize`` applies to the paths: True, all stacked, but at most
             :math:`2^{22}` entries of x and y at a time; a number, chunks of that many; False, one after another.
