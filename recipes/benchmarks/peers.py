@@ -521,7 +521,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         package, peer = PEERS[name]
         if (found := version(package)) is not None:
             results[name] = {"version": found, **{problem: judge(peer, problem) for problem in args.problems}}
-            print(name, *results[name].values(), sep="  ", file=sys.stderr, flush=True)
+            if sys.stderr.isatty():
+                print(name, *results[name].values(), sep="  ", file=sys.stderr, flush=True)
     results = {name: results[name] for name in PEERS if name in results}
     rows = [[name, *row.values()] for name, row in results.items()]
     show("relative error of the hypergradient", ["", "version", *args.problems], rows)
