@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..common import Parser, save, show
+from ..common.seeds import stream
 from ..problems.images import load_images
 from ..problems.libsvm import load_libsvm
 from ..problems.newsgroups import stripped, texts_of
@@ -86,12 +87,12 @@ def of_newsgroups(root: Path | None) -> Facts:
 
 
 def of_digits(_: Path | None) -> Facts:
-    train, _unused, test = load_images("digits", None, False, (1000, 1), torch.Generator().manual_seed(0))
+    train, _unused, test = load_images("digits", None, False, (1000, 1), stream(0, "split"))
     return of_rows(train, test, False)
 
 
 def of_mnist(root: Path | None) -> Facts:
-    train, _unused, test = load_images("mnist", root, False, (59_999, 1), torch.Generator().manual_seed(0))
+    train, _unused, test = load_images("mnist", root, False, (59_999, 1), stream(0, "split"))
     facts = of_rows(train, test, False)
     del facts["rank"]  # the mean is subtracted
     return facts

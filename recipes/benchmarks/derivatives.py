@@ -33,6 +33,7 @@ from torch.func import functional_call, grad, vmap
 import bilevel_optim as bo
 
 from ..common import environment, progress
+from ..common.seeds import begin, stream
 from .derivative_cases import CASES, DOUBLE, Case
 
 COLUMNS = ("gradient", "product", "cross", "vmap", "library", "tasks", "compile")
@@ -47,7 +48,7 @@ class Row(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        begin(0, "case")
         self.module, self.function = case.make()
         self.x = torch.ones(case.shape[-1], dtype=DOUBLE, requires_grad=True)
         self.inputs = torch.randn(2, *case.shape, dtype=DOUBLE)
@@ -120,7 +121,7 @@ def tried(measure: Callable[[], str]) -> str:
 def measured(case: Case, columns: Sequence[str] = COLUMNS) -> dict[str, str]:
     """Return the cells of a row."""
     row = Row(case)
-    g = torch.Generator().manual_seed(1)
+    g = stream(1, "directions")
     u, v = ([torch.randn(p.shape, generator=g, dtype=DOUBLE) for p in row.y] for _ in range(2))
     ux = torch.randn(row.x.shape, generator=g, dtype=DOUBLE)
     none, still = [torch.zeros_like(p) for p in row.y], torch.zeros_like(row.x)

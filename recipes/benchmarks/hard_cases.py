@@ -23,7 +23,7 @@ import torch
 import bilevel_optim as bo
 
 from ..common import Parser, progress, save, show
-from ..common.seeds import begin
+from ..common.seeds import begin, stream
 from ..problems.hard import CASES, Case
 
 VERDICTS = {
@@ -100,7 +100,7 @@ def judge(case: Case, name: str, options: Mapping[str, Any]) -> Cell:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            optimizer = getattr(bo, name)([x], [y], lr=1.0, generator=torch.Generator().manual_seed(0), **options)
+            optimizer = getattr(bo, name)([x], [y], lr=1.0, generator=stream(0, "method"), **options)
             for _ in range(calls):
                 optimizer.backward(upper, lower, tasks=tasks)
                 assert x.grad is not None

@@ -18,7 +18,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from ..common import progress, synchronize
-from ..common.seeds import stream
+from ..common.seeds import begin, stream
 from .backbones import Body, calibrate
 from .episodes import Batch, Episodes
 from .learners import Learner
@@ -226,7 +226,7 @@ def pretrain(
     """
     device, generator = episodes.device, stream(seed, "pretraining")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        begin(seed, "pretraining")
         head = torch.nn.Linear(body.width, episodes.classes * episodes.turns).to(device)
     body.layout = torch.channels_last
     adam, step = torch.optim.Adam([*body.parameters(), *head.parameters()], lr=lr), 0
