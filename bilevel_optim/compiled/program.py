@@ -244,27 +244,21 @@ class StepReader:
 def _builder(
     places: Sequence[tuple[str, Any]], structure: Any
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], dict[str, Any]]:
-    """Return a function that puts nested results together, at a fraction of the time of ``tree_unflatten``."""
-    constants: list[Any] = []
-
-    def text(value: Any) -> str:
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{keep(key)}: {text(part)}" for key, part in value.items()) + "}"
-        if isinstance(value, list):
-            return "[" + ", ".join(map(text, value)) + "]"
-        if type(value) is tuple:
-            return "(" + "".join(f"{text(part)}, " for part in value) + ")"
-        assert isinstance(value, _Leaf)
-        kind, at = value.place
-        return keep(at) if kind == "constant" else f"{kind}s[{at}]"
-
-    def keep(constant: Any) -> str:
-        constants.append(constant)
-        return f"constants[{len(constants) - 1}]"
-
+    """Return a function that puts nested results together, in less time than ``tree_unflatten``."""
     nested = tree_unflatten([_Leaf(place) for place in places], structure)
-    made: Callable[..., dict[str, Any]] = eval(f"lambda results, arguments: {text(nested)}", {"constants": constants})
-    return made
+
+    def built(part: Any, results: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
+        kind = type(part)
+        if kind is _Leaf:
+            where, at = part.place
+            return results[at] if where == "result" else arguments[at] if where == "argument" else at
+        if kind is dict:
+            return {name: built(own, results, arguments) for name, own in part.items()}
+        if kind is tuple:
+            return tuple([built(own, results, arguments) for own in part])
+        return [built(own, results, arguments) for own in part]
+
+    return lambda results, arguments: built(nested, results, arguments)
 
 
 class _Leaf:

@@ -70,7 +70,7 @@ def solve(
         >>> x = torch.tensor([3.0, 1.0], requires_grad=True)
         >>> y = bo.solve(lambda x, y: (y - 2 * x).square().sum(), x, torch.zeros(2))
         >>> y.square().sum().backward()
-        >>> y.detach(), x.grad  # y = 2x
+        >>> y.detach(), x.grad.round()  # y = 2x
         (tensor([6., 2.]), tensor([24.,  8.]))
     """
     xs, ys = _parts(x), Vector(t.detach() for t in _parts(y))
