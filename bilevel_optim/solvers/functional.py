@@ -128,7 +128,7 @@ def _adam(
     for group, value, state, slope in zip(groups, y, memory, gradient, strict=True):
         has_state = len(state) > 0
         count = state[COUNT].to(torch.float64) if has_state else torch.zeros((), dtype=torch.float64)
-        zero = torch.zeros_like(value)  # Dynamo asks before the sums whether they vary
+        zero = 0 * slope if differentiated else torch.zeros_like(value)  # Dynamo asks before the sums whether they vary
         first, second = (state[n].clone() if has_state else zero.clone() for n in ("exp_avg", "exp_avg_sq"))
         if differentiated:  # in a trace no mode: a root far below epsilon, whose derivative is finite
             second = second.clamp_min(torch.finfo(second.dtype).tiny)
