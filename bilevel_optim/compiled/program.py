@@ -20,6 +20,7 @@ from .backend import Maker, Program
 from .forms import form_of, leaves
 from .pure import PureStep, State, following
 from .reading import Arguments, Needed, Reader, Reading, Unread, UserGraph
+from .reasons import Refused
 
 __all__ = ["Call", "Given", "StepProgram", "StepReader", "leaves_of"]
 
@@ -143,6 +144,10 @@ class StepReader:
 
     def compile(self, given: Given) -> tuple[StepProgram, list[Tensor]]:
         """Return a program for this step, compiled now if there is none, with its arguments."""
+        if any([t.grad_fn is not None for t in given.tensors]):
+            raise Refused(
+                "a batch has a graph of its own, which a graph would cut: compute it in the loss, or detach it"
+            )
         readings: list[Reading] = []
         while True:
             readings += [reader.compile(given.losses) for reader in self.readers[len(readings) :]]

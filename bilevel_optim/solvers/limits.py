@@ -16,6 +16,10 @@ from ..problem.vector import Vector
 
 __all__ = ["Clip", "Limits", "Projection", "changes", "limits_of"]
 
+CONSTANT_CLIP = (
+    "Invalid {name} value: {value} (the limit is a constant number, whose derivative the hypergradient would lack: "
+    "pass a float, or clip in the loss)"
+)
 CLIP = "Invalid {name} value: {value} (a positive number, ('norm', number) or ('value', number))"
 PROJECTION = "Invalid {name} value: {value} (a function of the list of lower tensors, or None)"
 
@@ -100,6 +104,8 @@ def limits_of(clip: Any, projection: Any, *, interior: bool) -> Limits:
     pair = ("norm", clip) if is_number(clip) else clip
     good = isinstance(pair, tuple) and len(pair) == 2 and pair[0] in ("norm", "value") and is_number(pair[1])
     require("lower_clip", clip, clip is None or (good and 0 < pair[1] < math.inf), CLIP)
+    learned = isinstance(pair, tuple) and isinstance(pair[1], Tensor) and pair[1].requires_grad
+    require("lower_clip", clip, not learned, CONSTANT_CLIP)
     require("lower_projection", projection, projection is None or callable(projection), PROJECTION)
     return Limits(None if clip is None else (pair[0], float(pair[1])), projection, interior)
 

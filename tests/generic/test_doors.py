@@ -257,3 +257,51 @@ def test_what_follows_x_is_in_the_hypergradient(name, more, way, tasks):
     moves = torch.eye(3) * h
     right = [estimate_of(base, way, {}, tasks, m) - estimate_of(base, way, {}, tasks, -m) for m in moves]
     close(found[:3], torch.stack(right) / (2 * h), 1e-5 if name in ("PZOBO", "HOZOG", "ESMAML") else 1e-7)
+
+
+# ------------------------------------------------------------------------------------------------ batches
+
+
+class Moving:
+    """Tasks whose lower batches are made of x: y* = 2x, and the hypergradient is 2 (2x - 1)."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return 2
+
+    def sample(self, n, generator):
+        return torch.arange(n)
+
+    def lower(self, tasks, n, generator):
+        return (2 * self.x).expand(len(tasks), -1)
+
+    def upper(self, tasks, n, generator):
+        return torch.ones(len(tasks), 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["AID", "ITD", "F2SA", "PZOBO", "HOZOG"])
+@pytest.mark.filterwarnings("ignore:steps run eagerly")
+def test_batches_made_of_x_are_differentiated_or_refused(name, compiled):
+    x, y = torch.tensor([0.3, -0.2, 0.5], requires_grad=True), torch.zeros(3, requires_grad=True)
+    options = {"F2SA": {"nu": 1e-4, "normalize": False}}.get(name, {})
+    optimizer = getattr(bo, name)([x], [y], lr=0.0, lower_lr=0.5, lower_steps=60, **options)
+    if compiled:
+        optimizer.compile(backend="eager")
+    losses = lambda b: (y - b).square().sum() / 2, lambda b: (y - b).square().sum() / 2
+    for _ in range(3 if compiled else 1):
+        if name in ("PZOBO", "HOZOG"):
+            with pytest.raises(ValueError, match="a batch of the lower loss depends on upper parameters"):
+                optimizer.backward(*losses, tasks=Moving(x))
+        else:
+            optimizer.backward(*losses, tasks=Moving(x))
+            close(x.grad, 2 * (2 * x.detach() - 1), 1e-4)
+
+
+def test_a_limit_that_is_learned_is_refused():
+    x, y = torch.tensor(1.0, requires_grad=True), torch.zeros(3, requires_grad=True)
+    for clip in (x, ("value", x)):
+        with pytest.raises(ValueError, match="the limit is a constant number"):
+            bo.ITD([x], [y], lr=0.1, lower_steps=2, lower_clip=clip)
