@@ -35,6 +35,10 @@ NEARLY_SINGULAR = (
     "the linear system of the implicit hypergradient is not solved by the LU factorisation, because the lower Hessian "
     "is singular up to rounding errors"
 )
+UNFINISHED = (
+    "the linear system of the implicit hypergradient is not solved yet: linear_steps ended the solve, and the error of "
+    "its solution can be as large as the residual times the condition"
+)
 HELP = {
     INDEFINITE: "Add damping (damping=, a little above the most negative eigenvalue's size), regularise the lower "
     "loss, solve the system by MINRES (linear_solver='minres' of AID; 'auto' changes to it), or use a first-order "
@@ -43,6 +47,8 @@ HELP = {
     "with L the largest eigenvalue of the lower Hessian, which must have no negative one. Conjugate gradients need "
     "more linear_steps if H is ill-conditioned, and linear_solver='minres' if it is not positive definite",
     ROUNDED: "Use float64, a larger penalty in the lower loss, or damping=",
+    UNFINISHED: "Use more linear_steps. Where warm starts are used, later steps go on from this solution: "
+    "metrics()['linear_relative_residual'] shows whether they solve it",
     NEARLY_SINGULAR: "Use linear_solver='minres', float64, a penalty in the lower loss, or damping=",
 }
 SINGULAR = "The lower Hessian is singular, or not finite itself. Add damping (damping=), or regularise the lower loss"
@@ -132,6 +138,11 @@ def watched(
             oracle.checks.alert_if("unsolved system", message, partial(_unsolved, most=most), *flags, *figures)
         else:
             oracle.checks.alert("unsolved system", message, _unsolved(*flags, *figures, most=most).any())
+        if result.unfinished is not None and result.condition is not None:
+            # Fewer than ten iterations are made by choice, not in the belief that they solve the system.
+            ended = result.unfinished & (result.iterations >= 10)
+            message = partial(_why_unfinished, ended, result.iterations, result.relative, result.condition)
+            oracle.checks.alert("unfinished system", message, ended if oracle.lanes is None else ended.any())
     found = {"linear_residual": result.residual, "linear_iterations": result.iterations}
     if result.relative is not None:
         found["linear_relative_residual"] = result.relative
@@ -143,6 +154,13 @@ def watched(
 def _unsolved(indefinite: Any, diverged: Any, relative: Any, said: Any, *, most: float) -> Any:
     """Return True for a failed solve, or if the true residual is far above that of the recursion (rounding errors)."""
     return (indefinite > 0) | (diverged > 0) | ((relative > most) & (relative > 10 * said))
+
+
+def _why_unfinished(ended: Tensor, iterations: Tensor, relative: Tensor, condition: Tensor) -> str:
+    worst = int(torch.where(ended, relative * condition, -1.0).argmax())
+    took, own, least = (float(t.reshape(-1)[worst]) for t in (iterations, relative, condition))
+    seen = f"|b - H v| = {own:.2g} |b| after {took:.0f} iterations, condition of H at least {least:.1g}"
+    return f"{UNFINISHED} ({seen}). {HELP[UNFINISHED]}"
 
 
 def _why_unsolved(result: LinearSolution, relative: Tensor, said: Tensor, *, most: float, dense: bool) -> str:

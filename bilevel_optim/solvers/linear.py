@@ -24,6 +24,7 @@ __all__ = ["LinearSolution", "cg", "direct", "fixed_point", "minres", "neumann",
 
 Product = Callable[[Vector], Vector]
 ORDINARY = (1e-4, 1e4)  # norms whose squares float32 can hold, also after the solve has reduced them
+ENDED = 0.03  # relative error of v, residual times condition, from which on a solve is not finished
 GROWTH = 100  # of the squared residual: a v whose residual is ten times the right-hand side is worse than zero
 
 
@@ -50,6 +51,8 @@ class LinearSolution(NamedTuple):
             whether rounding errors stopped its fall before the system was solved. For `direct`: whether H is singular
             up to rounding errors. None: not known.
         condition: a lower bound of the condition number of H, a scalar tensor. None: not known.
+        unfinished: whether the number of iterations ended a solve by `cg` or `minres` where v may be wrong by 3 percent
+            (the residual times the condition), a scalar boolean tensor. None: not known.
         damping: the multiple of the identity that was added to H.
     """
 
@@ -60,6 +63,7 @@ class LinearSolution(NamedTuple):
     relative: Tensor | None = None
     diverged: Tensor | None = None
     condition: Tensor | None = None
+    unfinished: Tensor | None = None
     damping: float = 0.0
 
     def evaluated(self, b: Vector, product: Vector, lanes: bool = False) -> LinearSolution:
@@ -252,12 +256,13 @@ def _cg(
         rr, square, condition = (
             torch.tensor(number, dtype=torch.float64, device="cpu") for number in (rr, square, condition)
         )
-        iterations, indefinite, diverged = (
-            torch.tensor(figure, device="cpu") for figure in (iterations, indefinite, diverged)
+        iterations, indefinite, diverged, active = (
+            torch.tensor(figure, device="cpu") for figure in (iterations, indefinite, diverged, active)
         )
     residual = rr.sqrt()
     relative = _relative(residual, square.sqrt())
-    return LinearSolution(v, residual, iterations, indefinite, relative, diverged, condition)
+    unfinished = active & ~diverged & (relative * condition > ENDED)
+    return LinearSolution(v, residual, iterations, indefinite, relative, diverged, condition, unfinished)
 
 
 def _fused(apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, lanes: bool) -> LinearSolution:
@@ -359,7 +364,7 @@ def minres(
     c, s, dbar, epsilon, size = -torch.ones_like(beta), *(torch.zeros_like(beta) for _ in range(4))
     iterations = torch.zeros_like(beta, dtype=torch.int64)
     stuck = torch.zeros_like(beta, dtype=torch.bool)
-    least = torch.full_like(beta, inf)
+    least, slope = torch.full_like(beta, inf), residual
     for k in range(steps):
         active = (residual > floor) & ~stuck
         if _seen_done(active, k, max(tol, atol)):
@@ -372,7 +377,9 @@ def minres(
         delta, gbar = c * dbar + s * alpha, s * dbar - c * alpha
         gamma = torch.hypot(gbar, beta)
         # ||H r|| / (||H|| ||r||) this small: r is in the kernel, or H so ill conditioned that only rounding is left.
-        stuck = stuck | (active & (torch.hypot(gbar, c * beta) <= eps**0.5 * size))
+        normal = torch.hypot(gbar, c * beta)
+        slope = torch.where(active, normal * residual, slope)
+        stuck = stuck | (active & (normal <= eps**0.5 * size))
         # A finished solve is frozen by zero steps instead of a branch, which would need the host.
         active = active & ~stuck
         inverse, least = torch.where(active, _inverse(gamma), 0.0), torch.where(active, least.minimum(gamma), least)
@@ -383,8 +390,11 @@ def minres(
         q_old, q = q, hq.times(_inverse(beta))
         iterations = iterations + active
     found = _finished(v, residual, iterations, b_norm, residual, damping)  # the residual never grows
-    lift = norm(v - first)
-    return found._replace(condition=size * (1 / least).maximum(lift * _inverse(b_norm)))
+    condition = size * (1 / least).maximum(norm(v - first) * _inverse(b_norm))
+    # Of a residual in the kernel no part is missing in v.
+    missing = _relative(slope * _inverse(size), b_norm)
+    unfinished = (residual > floor) & ~stuck & (missing * condition > ENDED / 6)
+    return found._replace(condition=condition, unfinished=unfinished)
 
 
 def direct(matrix: Tensor, b: Sequence[Tensor], *, damping: float = 0.0, lanes: bool = False) -> LinearSolution:
