@@ -95,6 +95,13 @@ def verdicts_of_bfloat16(r):
     assert "mostly rounding" in row["PZOBO"]["said"]
 
 
+def no_silent_solve(r):
+    (row,) = r["results"].values()
+    assert len(row) == 38
+    assert {cell["verdict"] for cell in row.values()} == {"right", "told"}  # a dense matrix without an inverse is told
+    assert r["iterations"][0][1:] == [6, 6, 6, 6]
+
+
 def right_hypergradients(r):
     (row,) = r["results"].values()
     assert row["quadratic"] < 1e-12
@@ -285,7 +292,7 @@ RUNS = {
     "benchmarks.hard_cases": ("--cases bfloat16 --methods AID PZOBO", "hard_cases", verdicts_of_bfloat16),
     "benchmarks.peers": ("--peers bilevel_optim,_ITD --problems quadratic constrained", "peers", right_hypergradients),
     "benchmarks.data_facts": ("", "data_facts", constant_pixels),
-    "benchmarks.linear_systems": ("--n 10 --products 1 3 --ridges 1e-2 --after 1", None, None),
+    "benchmarks.linear_systems": ("--systems ranking_with_a_bias", "linear_systems", no_silent_solve),
     "benchmarks.copies": ("--batches 2 --orders 2 --repeats 1", None, None),
     "benchmarks.divergence": ("--cases quartic --methods SOBA AID --rates 1e-12 1 --steps 21", None, None),
     "benchmarks.directions": ("--directions 2 --width 20", None, None),
@@ -304,8 +311,8 @@ RUNS = {
     "benchmarks.paths": ("--directions 2 --chunk 2 --repeats 1", None, None),
 }
 PLAIN = (
-    "black_box", "contextual", "conditioning", "data_facts", "hard_cases", "lower_rates", "many_tasks", "peers",
-    "ranks", "transfer",
+    "black_box", "contextual", "conditioning", "data_facts", "hard_cases", "linear_systems", "lower_rates",
+    "many_tasks", "peers", "ranks", "transfer",
 )  # without a figure  # fmt: skip
 
 
@@ -331,7 +338,10 @@ def run(tmp_path, monkeypatch, capsys):
         module = importlib.import_module(f"recipes.{name}")
         if not pictures and hasattr(module, "plot"):  # a second each
             monkeypatch.setattr(module, "plot", lambda *_, **__: None)
-        given = [a.replace("_", " ") if a.startswith("gda") else a.replace(",_", ", ") for a in arguments.split()]
+        given = [
+            a.replace("_", " ") if a.startswith(("gda", "ranking")) else a.replace(",_", ", ")
+            for a in arguments.split()
+        ]
 
         def alone(_, *inner):  # instead of in a process of its own
             module.main([*map(str, inner)])

@@ -44,11 +44,12 @@ def penalty(
         lower_sample: sample of g, shared by the copies. Default: the next one.
 
     Returns:
-        Estimate whose loss is f extrapolated to :math:`\nu = 0`, with error :math:`O(\nu^p)`.
+        Estimate whose loss is f extrapolated to :math:`\nu = 0`, with error :math:`O(\nu^p)`. Its diagnostics are both
+        losses at the copies, ``"lower"`` and ``"upper"``.
     """
     weights = [c.numerator / c.denominator for c in formula.weights]
     xi, zeta = upper_sample or oracle.f.draw(), lower_sample or oracle.g.draw()
-    (_, values), gradient = Copies(oracle, copies).upper_slope(
+    (lower, values), gradient = Copies(oracle, copies).upper_slope(
         ("lower", zeta, _summing_to_zero([c / nu for c in weights], oracle.x[0].dtype)),
         ("upper", xi, [j * c for j, c in zip(formula.nodes, weights, strict=True)]),
     )
@@ -58,7 +59,7 @@ def penalty(
     used = interpolation != 0
     loss = torch.where(used, values * interpolation, 0.0).sum()
     oracle.checks.scalar("loss", loss, hint)
-    return Estimate(loss, gradient)
+    return Estimate(loss, gradient, {"lower": lower, "upper": values})
 
 
 def _summing_to_zero(weights: Sequence[float], dtype: torch.dtype) -> list[float]:

@@ -43,6 +43,11 @@ UNEVEN = (
     "the copies of y are not similarly far from y* for their perturbations (see diagnostics['spread']), so their "
     "difference is not a derivative: use more lower_steps, or a smaller nu"
 )
+BASIN = (
+    "the lower loss is smaller at the perturbed copy of y than at y, by more than such a perturbation explains: y is "
+    "not at a minimum (a saddle, such as weights of zero), or the two are in different minima, so their difference is "
+    "not a derivative. Start y elsewhere, or add a penalty that makes the lower solution unique"
+)
 
 
 class F2SA(BilevelOptimizer):
@@ -266,6 +271,11 @@ class F2SA(BilevelOptimizer):
         spread = self._watched_spread(oracle, y, copies, formula, inputs)
         if formula.nodes == (-1, 1) and solved.early is not None:
             self._watch_leaving(oracle, solved, start, found["lower_residual"], inputs)
+        if formula.nodes == (0, 1) and solved.gradient is not None:
+            apart, (g, f) = Vector(t[1] - t[0] for t in copies).norm(), estimate.diagnostics.values()
+            figures = *g.unbind(), *f.unbind(), apart, found["lower_residual"].max()
+            falls = partial(_falls, self.nu, 1e3 * torch.finfo(y[0].dtype).eps)
+            oracle.checks.alert_if("another basin", BASIN, falls, *figures)
         estimate = replace(estimate, diagnostics={})
         return replace(
             estimate.noting(**found, spread=spread),
@@ -382,6 +392,11 @@ class F2SA(BilevelOptimizer):
             norm = gradient.norm()
             gradient = gradient.times(1 / torch.where(norm > 0, norm, 1.0))
         return super().update(x, gradient, inputs)
+
+
+def _falls(nu: float, rounding: float, g: Any, g_nu: Any, f: Any, f_nu: Any, apart: Any, residual: Any) -> Any:
+    """Return True if g falls from y to its perturbed copy by ten times what f gains, or a slope at y allows."""
+    return (g - g_nu > 10 * (nu * abs(f - f_nu) + residual * apart)) & (g - g_nu > rounding * abs(g))
 
 
 def _leaves(own: Any, other: Any, apart: Any, first: Any, middle: Any, last: Any) -> Any:

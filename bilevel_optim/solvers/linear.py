@@ -25,6 +25,7 @@ __all__ = ["LinearSolution", "cg", "direct", "fixed_point", "minres", "neumann",
 Product = Callable[[Vector], Vector]
 ORDINARY = (1e-4, 1e4)  # norms whose squares float32 can hold, also after the solve has reduced them
 ENDED = 0.03  # relative error of v, residual times condition, from which on a solve is not finished
+KERNEL = 1e-3  # ||H r|| / (||H|| ||r||) of a residual that least squares cannot reduce: it is no sign of a missing part
 GROWTH = 100  # of the squared residual: a v whose residual is ten times the right-hand side is worse than zero
 
 
@@ -364,7 +365,7 @@ def minres(
     c, s, dbar, epsilon, size = -torch.ones_like(beta), *(torch.zeros_like(beta) for _ in range(4))
     iterations = torch.zeros_like(beta, dtype=torch.int64)
     stuck = torch.zeros_like(beta, dtype=torch.bool)
-    least, slope = torch.full_like(beta, inf), residual
+    least, outside = torch.full_like(beta, inf), beta > 0
     for k in range(steps):
         active = (residual > floor) & ~stuck
         if _seen_done(active, k, max(tol, atol)):
@@ -378,7 +379,7 @@ def minres(
         gamma = torch.hypot(gbar, beta)
         # ||H r|| / (||H|| ||r||) this small: r is in the kernel, or H so ill conditioned that only rounding is left.
         normal = torch.hypot(gbar, c * beta)
-        slope = torch.where(active, normal * residual, slope)
+        outside = torch.where(active, normal > KERNEL * size, outside)
         stuck = stuck | (active & (normal <= eps**0.5 * size))
         # A finished solve is frozen by zero steps instead of a branch, which would need the host.
         active = active & ~stuck
@@ -391,10 +392,8 @@ def minres(
         iterations = iterations + active
     found = _finished(v, residual, iterations, b_norm, residual, damping)  # the residual never grows
     condition = size * (1 / least).maximum(norm(v - first) * _inverse(b_norm))
-    # Of a residual in the kernel no part is missing in v.
-    missing = _relative(slope * _inverse(size), b_norm)
-    unfinished = (residual > floor) & ~stuck & (missing * condition > ENDED / 6)
-    return found._replace(condition=condition, unfinished=unfinished)
+    far = _relative(residual, b_norm) * condition > ENDED
+    return found._replace(condition=condition, unfinished=(residual > floor) & ~stuck & outside & far)
 
 
 def direct(matrix: Tensor, b: Sequence[Tensor], *, damping: float = 0.0, lanes: bool = False) -> LinearSolution:

@@ -231,6 +231,24 @@ def test_a_start_worse_than_zero_is_dropped(solver, spectrum, way):
     assert solved(solver, H, b, torch.full((5,), torch.nan), steps=2, way=way).solution[0].isnan().any()  # is seen
 
 
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("solve", [cg, minres])
+def test_a_solve_that_the_number_of_iterations_ends_is_unfinished(solve, lanes):
+    """Unless the residual times the condition is small, or the rest of it has no counterpart."""
+    H = torch.logspace(0, -2, 40, dtype=torch.float64)
+    b = torch.ones(2, 40, dtype=torch.float64) if lanes else torch.ones(40, dtype=torch.float64)
+
+    def unfinished(diagonal, steps):
+        found = solve(lambda v: Vector([diagonal * v[0]]), [b], steps=steps, lanes=lanes)
+        return found.unfinished.all().item()
+
+    assert unfinished(H, 10)
+    assert not unfinished(H, 60)
+    assert not unfinished(1 + H, 10)
+    if solve is minres:
+        assert not unfinished((H > 0.1) * (1 + H), 10)  # half of b is in the kernel
+
+
 def test_minres_iterates_in_closed_form():
     """b - a H b is least at a = b'Hb / b'HHb = -1/5."""
     H, b = Product(torch.diag(torch.tensor([1.0, -2.0]))), split(torch.ones(3)[:2])

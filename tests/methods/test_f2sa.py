@@ -690,3 +690,18 @@ def test_products_of_low_precision_are_reported_only_where_the_lower_loss_has_so
         finally:
             options.fp32_precision = before
         assert any("the losses are computed with a precision of 0.008" in str(one.message) for one in told) == low
+
+
+@pytest.mark.parametrize("nu", [1e-2, 1e-3])
+def test_a_copy_that_leaves_a_saddle_is_told(nu):
+    """At weights of zero of a two-layer linear model the copy falls into a minimum, and y stays."""
+    target = torch.tensor([1.0, 0.5])
+
+    def estimate(start):
+        x, y = torch.ones(1, requires_grad=True), torch.tensor(start, requires_grad=True)
+        optimizer = bo.F2SA([x], [y], lr=0.1, lower_lr=0.1, lower_steps=500, nu=nu, order=1)
+        optimizer.backward(lambda: (y - target).square().sum(), lambda: 0.5 * (y.prod() - x).square().sum())
+
+    with pytest.warns(bo.BilevelWarning, match="lower loss is smaller at the perturbed copy"):
+        estimate([0.0, 0.0])
+    estimate([1.1, 1.0])  # goes to a minimum, without a warning
