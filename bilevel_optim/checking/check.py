@@ -18,10 +18,11 @@ from ..hypergradient import Estimate
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.signatures import explain_bad_call
 from ..oracle.buffers import Buffers
+from ..oracle.doors import START, leads
 from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, as_objective
-from ..problem.parameters import is_number, require, require_choice
+from ..problem.parameters import by_level, is_number, require, require_choice
 from ..problem.random import default_state, numbers_kept
 from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
@@ -151,7 +152,8 @@ def check_hypergradient(
             has the figures), if the derivatives of a loss are not those of its values, or if there is no reference: the
             lower problem could not be solved or is not strongly convex at its solution, or a loss gives another value
             each time.
-        ValueError: for an argument out of its range; if ``lower_projection`` changes the solution; or for
+        ValueError: for an argument out of its range; if ``lower_projection`` changes the solution; if x reaches y by
+            the start of the lower steps or by options of their optimizer, and the method differentiates that; or for
             ``tasks`` with a method that keeps rows of y for all tasks (check it on one task, without ``tasks``) or has
             a single loss.
 
@@ -211,6 +213,7 @@ def _checked(
 ) -> tuple[HypergradientReport, float]:
     """Return the report, and the largest bias that passes: the tolerance plus the uncertainty of the comparison."""
     upper, lower = _timed(upper, "upper", clock), None if lower is None else _timed(lower, "lower", clock)
+    _require_losses_alone(optimizer, tasks)
     case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
     truth = reference_of(case.problems, case.starts, reference, directions, clock, _concerns(optimizer))
     if any(bool(changes(y, optimizer._limits.projected(y, 0))) for y in truth.solutions):
@@ -264,6 +267,20 @@ def _checked(
         advice=advice,
     )
     return report, allowed + slack
+
+
+def _require_losses_alone(optimizer: BilevelOptimizer, tasks: Any) -> None:
+    """Raise where x decides how the lower problem is solved: the reference is that of the solution."""
+    x = optimizer.parameters("upper")
+    doors = [*optimizer._lower_checks.doors(by_level(optimizer.param_groups)["lower"], x)]
+    if tasks is None and optimizer.lower_init is not None and leads(optimizer.lower_init(), x):
+        doors.append(START)
+    if optimizer._doors.intersection(doors):  # others refuse it themselves
+        raise ValueError(
+            f"there is no reference where x reaches y by {doors[0]}, because the reference is that of the solved lower "
+            "problem, which does not depend on how it is solved; compare the hypergradient with differences of the "
+            "whole step at x plus and minus a small number"
+        )
 
 
 def _no_time(clock: TimeLimit, advice: str) -> HypergradientReport:

@@ -98,6 +98,7 @@ class LowerTrend:
         factor: total growth of the gradient in them.
         began: norm of the gradient before the first of them.
         swung: number in a row that ended with gradients that pointed against each other and did not get smaller.
+        kinked: number that ended with gradients against each other, less three times the number that did not.
         largest: the largest norm at the end of a solve.
         text: description of the trend, for the warning.
     """
@@ -106,6 +107,7 @@ class LowerTrend:
     factor: float = 1.0
     began: float = 0.0
     swung: int = 0
+    kinked: int = 0
     largest: float = 0.0
     text: str = ""
 
@@ -123,15 +125,19 @@ class LowerTrend:
             self.grew, self.factor = self.grew + 1, self.factor * growth
         opposed = turn < -0.5 * last * last and growth > 0.9 and last > 0.1 * self.largest
         self.swung = self.swung + 1 if opposed else 0
+        # At kinks not every pair of gradients is opposed. One that is not counts thrice, so that noise does not add up.
+        back = turn < -0.2 * last * last and growth > 0.5 and last > 0.1 * self.largest
+        self.kinked = self.kinked + 1 if back else max(self.kinked - 3, 0)
         if (self.grew >= STREAK and last > 10 * self.began) or (self.grew >= 2 * STREAK and self.factor > 100):
             self.text = (
                 f"the gradient of the lower loss has grown in each of the last {self.grew} lower solves, from "
                 f"{self.began:.2g} to {last:.2g}"
             )
-        elif self.swung >= STREAK:
+        elif self.swung >= STREAK or self.kinked >= 2 * STREAK:
+            count = f"each of the last {self.swung}" if self.swung >= STREAK else "most of the last"
             self.text = (
-                f"y swings about a solution: at the end of each of the last {self.swung} lower solves two gradients in "
-                f"a row pointed against each other, and their norm, {last:.2g}, does not get smaller"
+                f"y swings about a solution: at the end of {count} lower solves two gradients in a row pointed against "
+                f"each other, and their norm, {last:.2g}, does not get smaller"
             )
         else:
             return False
@@ -142,7 +148,8 @@ class LowerTrend:
         return (
             f"{self.text} (see diagnostics['lower_growth']), so y is no solution of the lower problem and "
             "the hypergradient is not reliable. Use a smaller lower_lr (half of it to begin with), "
-            "another lower_optimizer, or lower_clip"
+            "another lower_optimizer, or lower_clip. At a kink (abs, relu) no rate helps: use a smooth loss, or proximal "
+            "steps (lower_projection) with ITD"
         )
 
 

@@ -305,3 +305,21 @@ def test_a_limit_that_is_learned_is_refused():
     for clip in (x, ("value", x)):
         with pytest.raises(ValueError, match="the limit is a constant number"):
             bo.ITD([x], [y], lr=0.1, lower_steps=2, lower_clip=clip)
+
+
+@pytest.mark.parametrize("name", ["ITD", "PZOBO"])
+@pytest.mark.parametrize(
+    ("options", "door"),
+    [
+        (lambda x: {"lower_lr": 0.1, "lower_init": lambda: [x * 2]}, "lower_init"),
+        (
+            lambda x: {"lower_optimizer": lambda groups: SGD(groups, lr=x.exp().sum() / 10)},
+            "options of lower_optimizer",
+        ),
+    ],
+)
+def test_the_check_has_no_reference_for_how_the_lower_problem_is_solved(name, options, door):
+    x, y = torch.tensor([0.3, 0.4], requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = getattr(bo, name)([x], [y], lr=0.1, lower_steps=5, warm_start=False, **options(x))
+    with pytest.raises(ValueError, match=f"no reference where x reaches y by {door}"):
+        bo.check_hypergradient(optimizer, lambda: (y - 0.1).square().sum(), lambda: (y - 1).square().sum())
