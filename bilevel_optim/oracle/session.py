@@ -148,8 +148,8 @@ class LowerTrend:
         return (
             f"{self.text} (see diagnostics['lower_growth']), so y is no solution of the lower problem and "
             "the hypergradient is not reliable. Use a smaller lower_lr (half of it to begin with), "
-            "another lower_optimizer, or lower_clip. At a kink (abs, relu) no rate helps: use a smooth loss, or proximal "
-            "steps (lower_projection) with ITD"
+            "another lower_optimizer, or lower_clip. At a kink (abs, relu) no rate helps: use a smooth loss, or "
+            "proximal steps (lower_projection) with ITD"
         )
 
 
