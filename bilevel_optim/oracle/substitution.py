@@ -46,7 +46,8 @@ class Substitution(TorchFunctionMode):
     ) -> Any:
         if self._stacked and func is F.batch_norm:
             func = _batch_norm_without_update
-        new = [self._new(a) for a in args]
+        value_of = self._value_of  # most arguments are tensors: a look without a call
+        new = [value_of.get(a, a) if isinstance(a, Tensor) else self._new(a) for a in args]
         kwargs = {k: self._new(a) for k, a in kwargs.items()} if kwargs else {}
         if self._stacked and func is F.linear and len(new) > 1 and (new[1] is not args[1] or is_tracing()):
             return _linear(*new, **kwargs)
