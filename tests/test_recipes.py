@@ -95,6 +95,12 @@ def verdicts_of_bfloat16(r):
     assert "mostly rounding" in row["PZOBO"]["said"]
 
 
+def better_than_one_number(r):
+    for (run,) in r["results"].values():
+        assert run["losses"][-1] < run["control"]
+        assert not run["at_edge"]
+
+
 def no_silent_solve(r):
     (row,) = r["results"].values()
     assert len(row) == 38
@@ -274,6 +280,7 @@ RUNS = {
     ),
     "saddle_escape": ("--seeds 2 --steps 100 --optimizer pragda gda,_lr_1", "saddle_escape", escaped),
     "three_jobs": ("--updates 4", "three_jobs", lambda r: None),
+    "learned_solver": ("--seeds 1 --steps 30", "learned_solver", better_than_one_number),
     "tolls": ("--sizes tiny --seconds 0.5 --seeds 1", "tolls", tolled_by_half),
     "transfer": ("--steps 3 --seeds 2 --most 3 --arms untrained ordinary ITD", "transfer_digits_20", transferred),
     "benchmarks.bilevel_suite": (
@@ -292,6 +299,7 @@ RUNS = {
     "benchmarks.hard_cases": ("--cases bfloat16 --methods AID PZOBO", "hard_cases", verdicts_of_bfloat16),
     "benchmarks.peers": ("--peers bilevel_optim,_ITD --problems quadratic constrained", "peers", right_hypergradients),
     "benchmarks.data_facts": ("", "data_facts", constant_pixels),
+    "benchmarks.step_path": ("", None, None),
     "benchmarks.linear_systems": ("--systems ranking_with_a_bias", "linear_systems", no_silent_solve),
     "benchmarks.copies": ("--batches 2 --orders 2 --repeats 1", None, None),
     "benchmarks.divergence": ("--cases quartic --methods SOBA AID --rates 1e-12 1 --steps 21", None, None),
