@@ -17,7 +17,7 @@ the table in ``docs/gpu.md`` must have the method too. `MOMENTUM` lists rows who
 
 A row runs in each test with ``@each()``, and with ``@each(condition)`` if it meets the condition, which most often asks
 for the plain row, or reads ``declared``. Of a kind of methods only one row runs without ``--slow`` in ``compiled/``,
-``faults/`` and ``generic/``, but all rows in ``generic/test_truth.py`` (see ``selection.py``):
+``faults/`` and ``generic/``, but all rows in `test_quadratic` of ``generic/test_truth.py`` (see ``selection.py``):
 
 * ``generic/test_truth.py``: y and the hypergradient, as far as it declares ``solves`` and ``converges``;
 * the rest of ``generic/``: purity, interface, state, draws, evaluation, tasks, limits, adapting, diagnostics;

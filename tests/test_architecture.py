@@ -6,6 +6,7 @@ import subprocess
 import sys
 from abc import ABC
 from collections import Counter, defaultdict
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import FunctionType
@@ -33,8 +34,12 @@ FAMILIES = {
     "ba": ("aid",),
     "paid": ("aid",),
 }
-MODULES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in MODULES}
+MODULES = dict.fromkeys(sorted(PACKAGE.rglob("*.py")))
+
+
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text())
 
 
 def parts_of(path):
@@ -47,13 +52,13 @@ def file_of(path):
 
 def module_of(target):
     path = PACKAGE.joinpath(*target)
-    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p in TREES), None)
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p in MODULES), None)
 
 
 def imported(path, nodes=None):
     """Return a module's imports from the package: for each name its module and its name there; None means all."""
     package, found = parts_of(path)[:-1], {}
-    for node in ast.walk(TREES[path]) if nodes is None else nodes:
+    for node in ast.walk(tree_of(path)) if nodes is None else nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1] + tuple(node.module.split(".") if node.module else ())
             for alias in node.names:
@@ -62,12 +67,14 @@ def imported(path, nodes=None):
     return found
 
 
-IMPORTED = {path: imported(path) for path in MODULES}
+@cache
+def all_imported(path):
+    return imported(path)
 
 
 def imports(path):
     """The modules of the package that a module imports, wherever it does: types and functions included."""
-    return {target for target, _ in IMPORTED[path].values()}
+    return {target for target, _ in all_imported(path).values()}
 
 
 def test_the_package_imports_itself_by_relative_names():
@@ -75,7 +82,7 @@ def test_the_package_imports_itself_by_relative_names():
     absolute = {
         (path.name, ast.unparse(node))
         for path in MODULES
-        for node in ast.walk(TREES[path])
+        for node in ast.walk(tree_of(path))
         if isinstance(node, (ast.Import, ast.ImportFrom)) and "bilevel_optim" in ast.unparse(node)
     }
     assert not absolute
@@ -107,10 +114,10 @@ def test_compilation_has_one_entry_point():
     importing = {path for path in outside if any(parts_of(target)[0] == BEHIND for target in imports(path))}
     base = module_of(DOOR)
     assert importing == {base}
-    functions = [node for node in ast.walk(TREES[base]) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in ast.walk(tree_of(base)) if isinstance(node, ast.FunctionDef)]
     modules = {f.name: {t for t, _ in imported(base, ast.walk(f)).values()} for f in functions}
     assert [name for name, targets in modules.items() if targets] == ["compile"]
-    at_once = {t for t, _ in imported(base, TREES[base].body).values()}
+    at_once = {t for t, _ in imported(base, tree_of(base).body).values()}
     assert module_of((BEHIND, "steps")) not in at_once
 
 
@@ -124,7 +131,7 @@ FOREIGN = ("torch.fx", "torch._dynamo", "torch._inductor", "torch._subclasses", 
 
 
 def test_graphs_are_where_steps_are_compiled():
-    outside = {path: of_torch(TREES[path]) for path in MODULES if parts_of(path)[0] != BEHIND}
+    outside = {path: of_torch(tree_of(path)) for path in MODULES if parts_of(path)[0] != BEHIND}
     ends = tuple(f"{name}." for name in FOREIGN)
     assert not {
         (file_of(path), name) for path, names in outside.items() for name in names if f"{name}.".startswith(ends)
@@ -150,7 +157,9 @@ STEPPING = {
 
 def parts_of_a_step():
     """The private functions and attributes of the optimizer's base class."""
-    (base,) = (node for node in TREES[module_of(("optimizer", "method"))].body if getattr(node, "name", "") == "Method")
+    (base,) = (
+        node for node in tree_of(module_of(("optimizer", "method"))).body if getattr(node, "name", "") == "Method"
+    )
     names = {node.name for node in base.body if isinstance(node, ast.FunctionDef)}
     names |= {node.id for node in ast.walk(base) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     stored = (n for n in ast.walk(base) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
@@ -160,14 +169,14 @@ def parts_of_a_step():
 
 def test_private_names_stay_in_their_module_or_are_in_the_table():
     """Nothing that begins with an underscore is used but through self, in the module that has it, or with a reason."""
-    used = {(file_of(path), name) for path in MODULES for name in private_names(TREES[path])}
+    used = {(file_of(path), name) for path in MODULES for name in private_names(tree_of(path))}
     own, others = parts_of_a_step(), {(file, name) for file, name in used if entry_of(name, file) is None}
     assert not {(file, name) for file, name in others if file not in STEPPING or name not in own}
     assert {file for file, _ in others} == STEPPING.keys()
 
 
 def test_the_table_of_private_names_has_no_unused_entries():
-    used = {(entry_of(name, file_of(path)), file_of(path)) for path in MODULES for name in private_names(TREES[path])}
+    used = {(entry_of(name, file_of(path)), file_of(path)) for path in MODULES for name in private_names(tree_of(path))}
     gone = {(row.name, file) for row in NAMES for file in row.files.split() if (row, file) not in used}
     assert not gone
     assert all(row.why and row.instead for row in NAMES)
@@ -185,8 +194,8 @@ def definitions(tree, outer=()):
 
 def origin(path, name):
     """Return the origin of a module's name, and its name there."""
-    while name in IMPORTED[path]:
-        path, name = IMPORTED[path][name][0], IMPORTED[path][name][1]
+    while name in all_imported(path):
+        path, name = all_imported(path)[name]
     return path, name
 
 
@@ -194,7 +203,7 @@ def uses():
     """Return the uses of each function: by module and name for a module's functions, by name for a class's."""
     found = defaultdict(list)
     for path in MODULES:
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Name):
                 found[origin(path, node.id)].append((path, node.lineno))
             elif isinstance(node, ast.Attribute):
@@ -230,7 +239,7 @@ def test_every_function_has_a_caller_or_is_public():
     known, seen, alone = public(), uses(), set()
     for path in MODULES:
         module = ".".join(("bilevel_optim", *parts_of(path))).removesuffix(".__init__")
-        for node, outer in definitions(TREES[path]):
+        for node, outer in definitions(tree_of(path)):
             name = ".".join(n.name for n in (*outer, node))
             if node.name.startswith("__") or (module, name) in known:
                 continue
@@ -267,8 +276,8 @@ READ_BY_DYNAMO = {
 
 def test_few_modules_ask_whether_a_step_is_traced():
     outside = [path for path in MODULES if parts_of(path)[0] not in (BEHIND, "tracing")]
-    named = {path: {n.id for n in ast.walk(TREES[path]) if isinstance(n, ast.Name)} for path in MODULES}
-    named |= {p: {*named[p], *(n.attr for n in ast.walk(TREES[p]) if isinstance(n, ast.Attribute))} for p in MODULES}
+    named = {path: {n.id for n in ast.walk(tree_of(path)) if isinstance(n, ast.Name)} for path in MODULES}
+    named |= {p: {*named[p], *(n.attr for n in ast.walk(tree_of(p)) if isinstance(n, ast.Attribute))} for p in MODULES}
     assert {file_of(path) for path in outside if "is_tracing" in named[path]} == TRACING.keys()
     assert {file_of(path) for path in outside if "is_dynamo_compiling" in named[path]} == READ_BY_DYNAMO.keys()
 
@@ -278,7 +287,7 @@ def test_no_class_declares_what_another_assigns():
     data = ("dataclass", "values", "NamedTuple", "TypedDict", "total=", "Protocol", "Trackers")
     found = {}
     for path in MODULES:
-        for cls in ast.walk(TREES[path]):
+        for cls in ast.walk(tree_of(path)):
             if not isinstance(cls, ast.ClassDef):
                 continue
             made_by = " ".join(map(ast.unparse, (*cls.decorator_list, *cls.bases, *cls.keywords)))
@@ -291,7 +300,7 @@ def test_no_class_declares_what_another_assigns():
 
 
 def test_no_two_classes_have_one_name():
-    names = Counter(n.name for path in MODULES for n in ast.walk(TREES[path]) if isinstance(n, ast.ClassDef))
+    names = Counter(n.name for path in MODULES for n in ast.walk(tree_of(path)) if isinstance(n, ast.ClassDef))
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 

@@ -248,7 +248,7 @@ RUNS = {
         scaled,
     ),
     "distil": (
-        "--steps 60 --lower-steps 10 --lower-lr 0.1 --lr 0.05 --seeds 1 --methods centres itd",
+        "--steps 20 --lower-steps 10 --lower-lr 0.1 --lr 0.1 --seeds 1 --methods centres itd",
         "distil_digits_1",
         distilled,
     ),
@@ -366,6 +366,11 @@ def run(tmp_path, monkeypatch, capsys):
     return call
 
 
+# Programs that other tests run too (audits, searches without time), or whose parts they test (kernels).
+LONG = ("audit_labels", "hanging_net", "length_scales", "tolls")
+
+
+@pytest.mark.usually(*(RUNS.keys() - set(LONG)))
 @pytest.mark.parametrize("name", RUNS)
 def test_program(name, run, tmp_path):
     arguments, stem, check = RUNS[name]

@@ -55,6 +55,7 @@ def test_a_badly_conditioned_lower_problem_is_solved_for_differences(kappa):
         assert report.norm == pytest.approx(float(truth.norm()), rel=1e-4)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("distance", [0.0, 1e-9, 1e-6, 1e-4, 1e-3])
 @pytest.mark.parametrize("place", ["x in f", "y in f", "x in g", "y in g"])
 def test_kinks_near_the_point_are_no_faults(place, distance):
@@ -80,6 +81,7 @@ def test_kinks_near_the_point_are_no_faults(place, distance):
         assert "kink" in report.advice
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_rectifiers_are_no_faults(seed):
     """A network has kinks everywhere."""
@@ -196,7 +198,7 @@ def test_a_wrong_loss_is_named_rather_than_nu(reference):
 def test_nu_is_blamed_only_where_another_one_helps():
     problem = Quadratic(n=5, kappa=3.0)
     kinds = {"lr": 0.1, "lower_lr": problem.lr}
-    optimizer = bo.F2SA(problem.x, problem.y, lower_steps=200, nu=0.3, **kinds)
+    optimizer = bo.F2SA(problem.x, problem.y, lower_steps=60, nu=0.3, **kinds)
     with pytest.raises(bo.GradcheckError, match=r"nu = 0\.3: use another nu, such as 0\.075") as told:
         bo.check_hypergradient(optimizer, *problem.losses, rtol=1e-3)
     assert optimizer.nu == 0.3
@@ -215,7 +217,7 @@ def test_nu_is_blamed_only_where_another_one_helps():
 def test_faults_that_a_method_does_not_meet_are_none_of_its_own():
     """PZOBO takes no derivative of g in x, and neither does its reference."""
     x, y = torch.randn(4).requires_grad_(), torch.zeros(4, requires_grad=True)
-    optimizer = bo.PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=80, directions=8)
+    optimizer = bo.PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=27, directions=8)
     report = bo.check_hypergradient(
         optimizer, lambda: (y - 1).square().sum() / 2, lambda: (y - x.detach()).square().sum() / 2 + 0 * x.sum()
     )

@@ -99,8 +99,8 @@ def test_copies_under_vmap_are_compared_with_a_plain_evaluation():
 
 @pytest.mark.parametrize(
     ("name", "loss", "derivative"),
-    [("AID", by_cond, "second derivative in y"), ("AID", by_scan, "second derivative in y"),
-     ("F2SA", by_while, "gradient in y")],
+    [("AID", by_cond, "second derivative in y"), ("F2SA", by_while, "gradient in y"),
+     pytest.param("AID", by_scan, "second derivative in y", marks=pytest.mark.slow)],  # as by_cond
 )  # fmt: skip
 def test_control_flow(name, loss, derivative):
     y = weights()

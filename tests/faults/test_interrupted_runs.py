@@ -40,6 +40,7 @@ def left(optimizer, lower, x, y):
     return torch.cat([x.detach(), y.detach()]), numbers, optimizer.generator.get_state()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("cls", [bo.SOBA, bo.TTSA])
 @pytest.mark.parametrize("at", [90, 91, 92])
 @pytest.mark.parametrize("steps", [4, 11])

@@ -81,6 +81,7 @@ def ends(name, data, features=False, compiled=False, at_once=False, accumulate=1
     return torch.cat([torch.stack(found), x.detach(), y.detach()])
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("features", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_are_those_with_new_tensors(name, features):
@@ -91,6 +92,7 @@ def test_steps_are_those_with_new_tensors(name, features):
 
 
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
+@pytest.mark.usually("F2SA-False", "SUSTAIN-True", "SOBA-True")
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("name", ["AID", "F2SA", "SUSTAIN", "SOBA"])
 def test_captured_steps_are_those_with_new_tensors(name, at_once):

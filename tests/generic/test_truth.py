@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from ..problems import close, flat
-from ..registry import MOMENTUM, SINGLE, each
-
-pytestmark = pytest.mark.every_row
+from ..registry import MOMENTUM, ROWS, SINGLE, each
+from ..selection import MAIN
 
 
 def settled(row, problem, **options):
@@ -25,6 +24,7 @@ def relative_error(problem):
     return float((gradient - torch.cat([truth, truth.new_zeros(len(gradient) - len(truth))])).norm() / truth.norm())
 
 
+@pytest.mark.every_row
 @each(lambda row: row.declared.solves and row.declared.tasks != "required" and row.name != "iMAML")
 def test_quadratic(row):
     """The hypergradient, where the method estimates it; the live y is the solution and the loss that at it."""
@@ -40,6 +40,7 @@ def test_quadratic(row):
 
 
 # The state of a single loop restarts with stacked tasks, so that it has not settled after one step.
+@pytest.mark.usually(*MAIN, *(row.name for row in ROWS if row.declared.tasks == "required"))
 @each(lambda row: row.tolerance and (row.declared.tasks == "rows" or (row.takes_tasks and row.declared.lower_steps)))
 def test_quadratic_tasks(row):
     problem = row.quadratic(tasks=True)
@@ -52,6 +53,7 @@ def test_quadratic_tasks(row):
     assert "vectorize_fallback" not in optimizer.diagnostics
 
 
+@pytest.mark.usually(*MAIN)
 @each(lambda row: row.tolerance is not None and not row.variant)
 def test_float32(row):
     options, tolerance = SINGLE.get(row.name, ({}, 5e-6))
@@ -62,6 +64,7 @@ def test_float32(row):
 
 
 # The stochastic ones are compared with literal loops.
+@pytest.mark.usually(*MAIN)
 @each(lambda row: row.tolerance and row.declared.family not in ("stochastic", "tracked") and not row.declared.initial)
 def test_converges_as_gradient_descent_does(row):
     problem = row.quadratic(n=4, m=2)

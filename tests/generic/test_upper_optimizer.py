@@ -138,13 +138,14 @@ def test_options_of_sgd_in_groups_count_without_an_upper_optimizer(options, when
     a, b = torch.ones(2, requires_grad=True), torch.full((2,), 2.0, requires_grad=True)
     y = torch.zeros(2, requires_grad=True)
     losses = (lambda: (y - 3).square().sum(), lambda: (y - a * b).square().sum())
+    steps = {"lower_steps": 1, "linear_steps": 1}  # the Hessian is 2 I
     late = {} if when in ("set later", "compiled") else options
-    optimizer = bo.AID([{"params": [a]}, {"params": [b], **late}][: 1 + (when != "added")], [y], lr=0.1, lower_steps=2)
+    optimizer = bo.AID([{"params": [a]}, {"params": [b], **late}][: 1 + (when != "added")], [y], lr=0.1, **steps)
     if when == "added":
         optimizer.add_param_group({"params": [b], "level": "upper", **options})
     if when == "loaded":
         state = optimizer.state_dict()
-        optimizer = bo.AID([{"params": [a]}, {"params": [b]}], [y], lr=0.1, lower_steps=2)
+        optimizer = bo.AID([{"params": [a]}, {"params": [b]}], [y], lr=0.1, **steps)
         optimizer.load_state_dict(state)
     if when == "compiled":
         optimizer.compile(backend="eager")

@@ -330,11 +330,11 @@ def test_indefinite_lower_hessian_is_reported_once():
     assert x.isfinite().all()
 
 
-@pytest.mark.usually("AID")
+@pytest.mark.usually("eager")
 @pytest.mark.parametrize(
     ("cls", "options"),
     [(bo.AID, {}), (bo.BA, {}), (bo.AID, {"compiled": True, "lower_steps": 3, "linear_steps": 4})],
-    ids=["AID", "BA", "compiled"],
+    ids=["eager", "BA", "compiled"],
 )
 def test_weights_of_wrong_labels_below_a_network_stay_finite_and_move(cls, options):
     """The lower Hessian is indefinite at almost every step."""

@@ -434,6 +434,7 @@ def test_table_of_the_quartic_problem(lower_restart, period, steps, restarts, se
     assert counts["hvp"] <= 7 * steps - 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("radius", "steps", "norm"), [(0.1, 83, 6.6e-4), (1.0, 68, 5.1e-3), (10.0, 40, 0.24)])
 def test_practical_radii_on_the_quartic_problem(radius, steps, norm):
     problem = Quartic()

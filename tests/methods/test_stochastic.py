@@ -263,6 +263,7 @@ def test_converges_without_noise(cls):
     assert distances(cls, p, 250 if single else 30, **options)[-1] < 1e-3 * start
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("cls", [cls for cls in LOOPS if cls is not bo.SABA], ids=lambda cls: cls.__name__)
 def test_reaches_its_neighbourhood(cls):
     """With constant rates: root mean squares measured at 0.06 to 0.11, of 0.89; bound: twice the largest."""

@@ -502,6 +502,7 @@ def test_t3_the_direction_needs_independent_probes():
     assert abs(drawn - 60) < 4.5 * 45**0.5
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("cls", "options", "bound"),
     [
