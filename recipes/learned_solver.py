@@ -2,8 +2,8 @@
 
     python -m recipes.learned_solver --seeds 3
 
-Each is learned by ITD. The control has one number for all: the best of 60 on a grid, for the same loss. What is shown
-is the loss that x minimises, not that on new data.
+Each is learned by ITD. The control has one number for all: the best of 60 on a grid, for the same loss. The loss shown
+is the one that x minimises, not that on new data.
 """
 
 from __future__ import annotations

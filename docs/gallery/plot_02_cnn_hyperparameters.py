@@ -66,15 +66,15 @@ def trained(x):
 
 # %%
 # By gradients: the hyper-parameters move after every twenty training steps. A network
-# is not convex, so the linear system is solved by MINRES, with damping. A rate for all
-# of the run has to suit the largest curvature on its way, about 60 here: momentum is
-# stable up to 3.8 / ``lower_lr``, which is 190. With 0.05 the limit is 76, and the
-# gradient grew in some runs.
+# is not convex, so the linear system is solved by MINRES, with damping, and in part:
+# eight products. A rate for all of the run has to suit the largest curvature on its
+# way, about 60 here: momentum is stable up to 3.8 / ``lower_lr``, which is 190. With
+# 0.05 the limit is 76, and the gradient grew in some runs.
 
 start = torch.tensor([-8.0] * 6 + [0.0, -3.0])
 x, model = start.clone().requires_grad_(), network()
 steps = {"lower_lr": 0.02, "lower_steps": 20, "lower_optimizer": momentum}
-system = {"linear_steps": 10, "linear_solver": "minres", "damping": 0.1}
+system = {"linear_steps": 8, "linear_solver": "minres", "damping": 0.1}
 optimizer = bo.AID([x], model.parameters(), lr=1, **steps, **system)
 adam, curve = torch.optim.Adam([x], lr=0.05), []
 while (calls := sum(optimizer.oracle_counts.values())) < budget:

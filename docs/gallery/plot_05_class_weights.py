@@ -67,7 +67,7 @@ def trained(train, held, test, shift, learn):
 
     below = {"lower_steps": 20, "lower_optimizer": momentum}
     optimizer = bo.AID(
-        [weight, shift], model.parameters(), lr=1, linear_steps=10, **below
+        [weight, shift], model.parameters(), lr=1, linear_steps=150, **below
     )
     adam = torch.optim.Adam([weight, shift], lr=0.05 * learn)
     for _ in range(steps):

@@ -29,9 +29,8 @@ from sklearn.preprocessing import StandardScaler
 import bilevel_optim as bo
 
 steps, seeds = (3, 1) if "SMOKE" in os.environ else (80, 3)
-digits = load_digits()
+digits, momentum = load_digits(), partial(torch.optim.SGD, momentum=0.9)
 train, held, test, every = slice(150), slice(150, 500), slice(500, None), slice(500)
-momentum = partial(torch.optim.SGD, momentum=0.9)
 
 
 def split(seed):
@@ -43,15 +42,16 @@ def split(seed):
 
 
 # %%
-# One outer step: twenty lower steps with momentum, ten products for the linear system,
-# one step of Adam.
+# One outer step: twenty lower steps with momentum, up to sixty products for the linear
+# system, one step of Adam.
 
 
 def tuned(method, count, images, labels):
     goal, model = F.one_hot(labels[train], 10).float(), torch.nn.Linear(64, 10)
     log_penalty = torch.full((count,), -4.0, requires_grad=True)
-    below = {"lower_steps": 20, "lower_optimizer": momentum}
-    optimizer = method([log_penalty], model.parameters(), lr=1, **below)
+    options = {"linear_steps": 60} if method is bo.AID else {}
+    options |= {"lr": 1, "lower_steps": 20, "lower_optimizer": momentum}
+    optimizer = method([log_penalty], model.parameters(), **options)
     adam = torch.optim.Adam([log_penalty], lr=0.1)
 
     def lower_loss():
@@ -64,8 +64,8 @@ def tuned(method, count, images, labels):
     curve, accuracies = [], []
     for _ in range(steps):
         curve.append(float(optimizer.backward(upper_loss, lower_loss)))
-        right = model(images[test]).argmax(1) == labels[test]
-        accuracies.append(float(right.double().mean()))
+        right = (model(images[test]).argmax(1) == labels[test]).double()
+        accuracies.append(float(right.mean()))
         adam.step()
     return log_penalty.detach(), curve, accuracies
 

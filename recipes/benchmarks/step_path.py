@@ -1,4 +1,4 @@
-"""What a step passes through: files, functions and calls of the package, and how large the package is.
+"""Count the files, functions and calls of the package that a step passes, and its lines.
 
     python -m recipes.benchmarks.step_path
     python -m recipes.benchmarks.step_path --walk AID

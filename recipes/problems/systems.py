@@ -22,7 +22,7 @@ Loss = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
 
 
 class Direction(NamedTuple):
-    """What is right: the hypergradient, and whether H v = f_y has a solution at all."""
+    """The right hypergradient, and whether H v = f_y has a solution at all."""
 
     hypergradient: Tensor
     solvable: bool

@@ -21,7 +21,7 @@ DIFFERENCES = "finite-difference"
 def made(name, problem, **options):
     method = getattr(bo, name)
     if method.declared.lower_steps:
-        options = {**STEPS, **options}
+        options = {**STEPS, **({"linear_steps": 30} if name == "AID" else {}), **options}
     return method(problem.x, problem.y, lr=0.01, **options)
 
 
@@ -311,7 +311,7 @@ def test_modules_and_dropout():
             p.square().sum() for p in net.parameters()
         ) / 10
 
-    optimizer = bo.AID([x], net.parameters(), lr=0.01, lower_steps=3, linear_solver="minres")
+    optimizer = bo.AID([x], net.parameters(), lr=0.01, lower_steps=3, linear_solver="minres", linear_steps=8)
     losses = [float(optimizer.step(lambda: (net(data) - data[:, :1]).square().mean(), g)) for _ in range(30)]
     assert losses[-1] < losses[0]
     assert int(net[1].num_batches_tracked) == 30
