@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,6 +19,7 @@ from ..tracing import is_tracing
 
 __all__ = [
     "UnchunkedCrossEntropy",
+    "all_arguments",
     "custom_operations",
     "has_casts",
     "has_fused",
@@ -32,6 +35,17 @@ __all__ = [
 ]
 
 
+def all_arguments(func: Callable[..., Any], kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the keyword arguments of a call that a mode has got: torch passes ``F.l1_loss`` on without its weight."""
+    kwargs = kwargs or {}
+    if func is not F.l1_loss or "weight" in kwargs:
+        return kwargs
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    return kwargs if frame is None else {**kwargs, "weight": frame.f_locals["weight"]}
+
+
 class _PlainWeightNorm(TorchFunctionMode):
     """Weight normalisation in plain operations: torch's fused one has a silently wrong second derivative."""
 
@@ -40,7 +54,7 @@ class _PlainWeightNorm(TorchFunctionMode):
     ) -> Any:
         if func is torch._weight_norm:
             return plain_weight_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **all_arguments(func, kwargs))
 
 
 class UnchunkedCrossEntropy(TorchFunctionMode):
@@ -49,7 +63,7 @@ class UnchunkedCrossEntropy(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = all_arguments(func, kwargs)
         if getattr(func, "__name__", "") == "linear_cross_entropy":
             kwargs = {name: value for name, value in kwargs.items() if name != "options"}
         return func(*args, **kwargs)

@@ -161,6 +161,8 @@ class _LossCheck:
 
     def open(self, concerns: frozenset[str]) -> list[str]:
         """Raise if a derivative is wrong; return what could not be decided, with the reason."""
+        if not any(which.startswith(self.level) for which in concerns):
+            return []
         unit = max(working_unit(t) for t in (*self.x, *self.y))
         if unit > COARSE:
             return [f"{self.called} not checked: the precision is too low for differences"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..tracing import is_tracing
+from .differentiable import all_arguments
 
 __all__ = ["Substitution", "replacement"]
 
@@ -47,7 +48,7 @@ class Substitution(TorchFunctionMode):
         if self._stacked and func is F.batch_norm:
             func = _batch_norm_without_update
         new = [self._new(a) for a in args]
-        kwargs = {k: self._new(a) for k, a in kwargs.items()} if kwargs else {}
+        kwargs = {k: self._new(a) for k, a in all_arguments(func, kwargs).items()}
         if self._stacked and func is F.linear and len(new) > 1 and (new[1] is not args[1] or is_tracing()):
             return _linear(*new, **kwargs)
         return func(*new, **kwargs)

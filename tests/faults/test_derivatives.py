@@ -97,6 +97,34 @@ def test_copies_under_vmap_are_compared_with_a_plain_evaluation():
     assert "derivatives" not in optimizer.diagnostics
 
 
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no chunked loss")
+def test_a_backward_that_refuses_a_second_call_is_called_once():
+    """The chunked loss is one; its steps are those of the plain loss."""
+    ends = []
+    for loss in (chunked, lambda y: F.linear_cross_entropy(*classification()[:1], y, classification()[1])):
+        y = weights()
+        optimizer, *losses = ridge_problem("F2SA", lambda y=y, loss=loss: loss(y), [y], vectorize=False)
+        for _ in range(2):
+            optimizer.step(*losses)
+        ends.append([*(p.detach() for group in optimizer.param_groups for p in group["params"])])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_a_method_that_takes_only_values_is_not_asked_for_derivatives():
+    """ES-MAML adapts by values with `lower_directions`: the loss may have no derivative, or one that is not its own."""
+    for directions in (4, 0):
+        x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+        optimizer = bo.ESMAML([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2, lower_directions=directions)
+        losses = lambda y=y: (y - 1).square().sum(), lambda y=y: Wrong.apply(y).square().sum()
+        if directions:
+            optimizer.step(*losses)
+            assert "derivatives" not in optimizer.diagnostics
+        else:
+            with pytest.raises(bo.DerivativeError, match="gradient in y"):
+                optimizer.step(*losses)
+
+
 @pytest.mark.parametrize(
     ("name", "loss", "derivative"),
     [("AID", by_cond, "second derivative in y"), ("AID", by_scan, "second derivative in y"),
