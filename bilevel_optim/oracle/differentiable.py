@@ -26,6 +26,7 @@ __all__ = [
     "has_jumps",
     "has_kinks",
     "has_large_convolutions",
+    "padding_rows",
     "plain_weight_norm",
     "products_of",
     "require_constant_weights",
@@ -104,6 +105,17 @@ def custom_operations(loss: Tensor) -> list[str]:
     """Return the names of the operations in a loss's graph whose derivatives are Python functions, not torch's own."""
     found = {node.name() for node in _nodes(loss) if issubclass(type(node), BackwardCFunction)}
     return sorted(name.removeprefix("GeneratedBackwardFor_").removesuffix("Backward") for name in found)
+
+
+def padding_rows(loss: Tensor, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return the rows of leaves that embeddings in a loss's graph hold constant (padding), as (leaf, row)."""
+    places, found = {id(t): i for i, t in enumerate(tensors)}, set()
+    for node in _nodes(loss):
+        row = getattr(node, "_saved_padding_idx", None)
+        i = None if row is None else places.get(id(getattr(node.next_functions[0][0], "variable", None)))
+        if row is not None and i is not None and row < len(tensors[i]):  # without padding a huge number
+            found.add((i, int(row)))
+    return sorted(found)
 
 
 def has_large_convolutions(loss: Tensor, large: int) -> bool:

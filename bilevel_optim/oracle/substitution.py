@@ -51,6 +51,8 @@ class Substitution(TorchFunctionMode):
         kwargs = {k: self._new(a) for k, a in all_arguments(func, kwargs).items()}
         if self._stacked and func is F.linear and len(new) > 1 and (new[1] is not args[1] or is_tracing()):
             return _linear(*new, **kwargs)
+        if self._stacked and func is F.embedding and kwargs.get("padding_idx") is not None:
+            return _padded_embedding(*new, **kwargs)
         return func(*new, **kwargs)
 
     def _new(self, a: Any) -> Any:
@@ -89,6 +91,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     transposed = weight.mm(x.t())
     return (transposed if bias is None else transposed.add_(bias.unsqueeze(-1))).t()
+
+
+def _padded_embedding(input: Tensor, weight: Tensor, padding_idx: int, **options: Any) -> Tensor:
+    """Compute ``F.embedding`` with a constant row; torch's, under vmap, holds that of the first lane alone."""
+    constant = torch.arange(weight.shape[0], device=weight.device) == padding_idx % weight.shape[0]
+    return F.embedding(input, torch.where(constant.unsqueeze(-1), weight.detach(), weight), **options)
 
 
 def _batch_norm_without_update(
