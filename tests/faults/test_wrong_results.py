@@ -387,7 +387,7 @@ def test_momentum_with_a_lower_optimizer_is_refused():
 
 
 @pytest.mark.skipif("weight" not in signature(F.l1_loss).parameters, reason="torch's l1_loss has no weights")
-@pytest.mark.parametrize("way", ["copies", "tasks", "weight norm"])
+@pytest.mark.parametrize("way", ["copies", "tasks", "weight norm", "compiled"])
 def test_weights_of_the_l1_loss_count_where_torch_leaves_them_out(way):
     """In a mode of torch functions, F.l1_loss passes its arguments on without the weight."""
     X, target = torch.randn(8, 3, generator=seeded(1)), torch.randn(8, generator=seeded(2))
@@ -411,7 +411,10 @@ def test_weights_of_the_l1_loss_count_where_torch_leaves_them_out(way):
             return (net(X + sum(shift))[:, 0] - target).square().mean()
 
         tasks = bo.TensorTasks(torch.linspace(0, 1, 3)[:, None]) if way == "tasks" else None
-        optimizer.step(upper, lower, tasks=tasks)
-        assert "vectorize_fallback" not in optimizer.diagnostics
+        if way == "compiled":
+            optimizer.compile(backend="eager")
+        for _ in range(2):
+            optimizer.step(upper, lower, tasks=tasks)
+        assert optimizer.diagnostics.keys().isdisjoint({"vectorize_fallback", "compile_fallback"})
         ends.append(flat([x, *y]))
     close(*ends, 1e-12)
