@@ -27,7 +27,7 @@ from ..errors import DerivativeError, require_uninterrupted
 from ..problem.objective import Sample
 from ..problem.random import default_state, numbers_kept, preserve_rng
 from ..problem.tasks import select
-from ..problem.vector import Vector, stack
+from ..problem.vector import Vector, as_variable, stack
 from .copies import Copies
 from .differentiable import (
     UnchunkedCrossEntropy,
@@ -42,6 +42,7 @@ from .differentiable import (
 from .lanes import LaneLoss, stacked
 from .oracle import Oracle
 from .session import Session
+from .substitution import Substitution
 
 __all__ = ["FIRST", "JOINT", "SECOND", "Judgement", "check_derivatives", "compare"]
 
@@ -216,20 +217,24 @@ class _LossCheck:
         before = default_state(oracle.device)
         with oracle.session.buffers_kept(), oracle.placed() as (x, y):
             loss = oracle.value(self.level, again)
+            self.padding = self._padding_of_tasks(x) if self._of_tasks else padding_rows(loss, (*x, *y))
         self.value = float(loss.detach())
-        self.padding = self._padding_of_tasks() if self._of_tasks else padding_rows(loss, (*x, *y))
         self.draws = not all(map(torch.equal, before, default_state(oracle.device)))
         self.products, self.operations = products_of(loss), custom_operations(loss)
         self.casts = has_casts(loss)
         self.kinks = has_kinks(loss) or has_jumps(loss)
 
-    def _padding_of_tasks(self) -> list[tuple[int, int]]:
+    def _padding_of_tasks(self, x: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Return the padding rows that the first task's loss holds constant, which stacks of tasks do not show."""
-        loss = self.sample.loss
+        loss, batch = self.sample.loss, select(self.sample.arguments[0], 0)
         assert isinstance(loss, LaneLoss)
-        with loss.oracle.session.buffers_kept(), preserve_rng(self.oracle.device):
-            value = loss.oracle.value(self.level, Sample(loss.loss, (select(self.sample.arguments[0], 0),)))
-        return padding_rows(value, (*loss.oracle.live_x, *loss.oracle.live_y))
+        values = [as_variable(t[0].clone()) for t in loss.leaves]
+        with preserve_rng(self.oracle.device), torch.enable_grad():
+            if self.sample.features is not None:
+                batch = self.sample.features.loss.features(batch)
+            with Substitution(loss.live, values, stacked=False):
+                value = loss.loss(batch)
+        return padding_rows(value, values if len(values) > len(self.y) else (*x, *values))
 
     def _hold_padding(self, here: Oracle) -> None:
         """Leave padding rows out of all directions: their gradient is masked, and so is their second derivative.
