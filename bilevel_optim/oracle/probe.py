@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -231,7 +231,8 @@ class _LossCheck:
         values = [as_variable(t[0].clone()) for t in loss.leaves]
         with preserve_rng(self.oracle.device), torch.enable_grad():
             if self.sample.features is not None:
-                batch = self.sample.features.loss.features(batch)
+                features: Any = self.sample.features.loss
+                batch = features.features(batch)
             with Substitution(loss.live, values, stacked=False):
                 value = loss.loss(batch)
         return padding_rows(value, values if len(values) > len(self.y) else (*x, *values))
