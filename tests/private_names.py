@@ -81,6 +81,12 @@ NAMES = [
         "nothing that is known",
     ),
     Name(
+        '"_saved_padding_idx"',
+        "oracle/differentiable.py",
+        "which row of an embedding is a constant",
+        "nothing that is known",
+    ),
+    Name(
         "._version",
         "oracle/point.py problem/objective.py",
         "whether an evaluation writes into a parameter (an embedding with max_norm), or a loss into its batch",

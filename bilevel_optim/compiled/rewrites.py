@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -104,6 +105,8 @@ def differentiable_twice(module: GraphModule, *, plain: bool) -> None:
             continue
         if name == "one_hot" and len(node.args) > 1 and node.args[1] != -1:
             node.target = _one_hot
+        elif name == "l1_loss" and {"weight"} <= node.kwargs.keys() <= {"weight", "reduction"}:
+            node.target = _weighted_l1_loss
         elif plain and name in _PLAIN:
             node.target = _PLAIN[name]
         elif name == "tag_activation_checkpoint":
@@ -112,6 +115,14 @@ def differentiable_twice(module: GraphModule, *, plain: bool) -> None:
             forward, backward = (getattr(module, body.target) for body in node.args[:2])
             node.target, node.args, node.kwargs = _function_of(forward, backward), node.args[2:], {}
     module.recompile()
+
+
+def _weighted_l1_loss(input: Tensor, target: Tensor, *, weight: Tensor | None, reduction: str = "mean") -> Tensor:
+    """Compute ``F.l1_loss`` with weights, which torch leaves out while it traces."""
+    if weight is None:
+        return F.l1_loss(input, target, reduction=reduction)
+    errors = (input - target).abs() * weight
+    return errors if reduction == "none" else errors.sum() if reduction == "sum" else errors.sum() / weight.sum()
 
 
 def _attention(

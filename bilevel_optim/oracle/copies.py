@@ -17,7 +17,7 @@ from ..problem.random import preserve_rng
 from ..problem.vector import Vector, as_variable, stack
 from ..pytree import tree_leaves, tree_map
 from . import batched
-from .differentiable import products_of
+from .differentiable import custom_operations, products_of
 from .first_order import none_to_zeros
 from .hooks import on_copies
 from .oracle import Oracle
@@ -264,13 +264,15 @@ class Copies:
                 if wrt == level == "lower" and session.found.products is None:
                     session.found.products = products_of(weighted)
                 total, levels = weighted if total is None else total + weighted, [*levels, level]
+                unknown = wrt == level == "lower" and not session.found.reaches_lower
                 # A graph that has saved buffers is not valid once they are restored, and that of sharded parameters not
-                # after the next evaluation.
-                if i == len(terms) or self.oracle.sharded or kept.moved():
+                # after the next evaluation. Backwards in Python, as of compiled modules, may refuse a second call.
+                apart = self.oracle.sharded or kept.moved() or (unknown and custom_operations(total))
+                if i == len(terms) or apart:
                     own = self._gradient(wrt, levels, total, x, y)
                     gradient = own if gradient is None else gradient + own
                     total, levels = None, []
-                elif wrt == level == "lower" and not session.found.reaches_lower:  # the sum does not show it
+                elif unknown:  # the sum does not show it
                     self._note_reached(levels, self.oracle.differentiate(total, (*y, *x), again=True), y)
         assert gradient is not None
         return found, gradient

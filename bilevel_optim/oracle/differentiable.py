@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,12 +19,14 @@ from ..tracing import is_tracing
 
 __all__ = [
     "UnchunkedCrossEntropy",
+    "all_arguments",
     "custom_operations",
     "has_casts",
     "has_fused",
     "has_jumps",
     "has_kinks",
     "has_large_convolutions",
+    "padding_rows",
     "plain_weight_norm",
     "products_of",
     "require_constant_weights",
@@ -30,6 +34,17 @@ __all__ = [
     "twice_differentiable",
     "working_unit",
 ]
+
+
+def all_arguments(func: Callable[..., Any], kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the keyword arguments of a call that a mode has got: torch passes ``F.l1_loss`` on without its weight."""
+    kwargs = kwargs or {}
+    if func is not F.l1_loss or "weight" in kwargs:
+        return kwargs
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    return kwargs if frame is None else {**kwargs, "weight": frame.f_locals["weight"]}
 
 
 class _PlainWeightNorm(TorchFunctionMode):
@@ -40,7 +55,7 @@ class _PlainWeightNorm(TorchFunctionMode):
     ) -> Any:
         if func is torch._weight_norm:
             return plain_weight_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **all_arguments(func, kwargs))
 
 
 class UnchunkedCrossEntropy(TorchFunctionMode):
@@ -49,7 +64,7 @@ class UnchunkedCrossEntropy(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = all_arguments(func, kwargs)
         if getattr(func, "__name__", "") == "linear_cross_entropy":
             kwargs = {name: value for name, value in kwargs.items() if name != "options"}
         return func(*args, **kwargs)
@@ -90,6 +105,17 @@ def custom_operations(loss: Tensor) -> list[str]:
     """Return the names of the operations in a loss's graph whose derivatives are Python functions, not torch's own."""
     found = {node.name() for node in _nodes(loss) if issubclass(type(node), BackwardCFunction)}
     return sorted(name.removeprefix("GeneratedBackwardFor_").removesuffix("Backward") for name in found)
+
+
+def padding_rows(loss: Tensor, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return the rows of leaves that embeddings in a loss's graph hold constant (padding), as (leaf, row)."""
+    places, found = {id(t): i for i, t in enumerate(tensors)}, set()
+    for node in _nodes(loss):
+        row = getattr(node, "_saved_padding_idx", None)
+        i = None if row is None else places.get(id(getattr(node.next_functions[0][0], "variable", None)))
+        if row is not None and i is not None and row < len(tensors[i]):  # without padding a huge number
+            found.add((i, int(row)))
+    return sorted(found)
 
 
 def has_large_convolutions(loss: Tensor, large: int) -> bool:

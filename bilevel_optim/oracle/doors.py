@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..problem.random import default_state, preserve_rng, set_default_state
 from ..problem.vector import Vector
 from ..pytree import tree_leaves
+from .differentiable import all_arguments
 from .session import reaches
 
 __all__ = [
@@ -100,9 +101,10 @@ class _Look(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._graph and func is torch._C._set_grad_enabled:
             return None
+        kwargs = all_arguments(func, kwargs)
         if not self._graph and not self.read:
-            self.read = any([id(t) in self._tensors for t in tree_leaves((args, kwargs or {}))])
-        return func(*args, **(kwargs or {}))
+            self.read = any([id(t) in self._tensors for t in tree_leaves((args, kwargs))])
+        return func(*args, **kwargs)
 
 
 class WatchedStart:

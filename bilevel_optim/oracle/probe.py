@@ -18,16 +18,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import DerivativeError
+from ..errors import DerivativeError, require_uninterrupted
 from ..problem.objective import Sample
-from ..problem.random import default_state, numbers_kept
+from ..problem.random import default_state, numbers_kept, preserve_rng
 from ..problem.tasks import select
-from ..problem.vector import Vector, stack
+from ..problem.vector import Vector, as_variable, stack
 from .copies import Copies
 from .differentiable import (
     UnchunkedCrossEntropy,
@@ -35,12 +35,14 @@ from .differentiable import (
     has_casts,
     has_jumps,
     has_kinks,
+    padding_rows,
     products_of,
     working_unit,
 )
 from .lanes import LaneLoss, stacked
 from .oracle import Oracle
 from .session import Session
+from .substitution import Substitution
 
 __all__ = ["FIRST", "JOINT", "SECOND", "Judgement", "check_derivatives", "compare"]
 
@@ -161,6 +163,8 @@ class _LossCheck:
 
     def open(self, concerns: frozenset[str]) -> list[str]:
         """Raise if a derivative is wrong; return what could not be decided, with the reason."""
+        if not any(which.startswith(self.level) for which in concerns):
+            return []
         unit = max(working_unit(t) for t in (*self.x, *self.y))
         if unit > COARSE:
             return [f"{self.called} not checked: the precision is too low for differences"]
@@ -180,6 +184,7 @@ class _LossCheck:
             if doubtful and not self._repeats():
                 return [f"{self.called} not checked: it returns another value each time"]
         except Exception as error:
+            require_uninterrupted(error)
             return [f"{self.called} not checked: {type(error).__name__}: {str(error).strip()}".splitlines()[0]]
         if wrong:
             which = min(wrong, key=ORDER.index)
@@ -195,10 +200,12 @@ class _LossCheck:
         x, y = (t + _direction(t, 0) * (SHIFT * max(1.0, float(t.norm()))) for t in (here.x, here.y))
         try:
             self._look(here.at(x, y))
-        except Exception:
+        except Exception as error:  # a loss may be undefined there in any way; at the point of the step it has run
+            require_uninterrupted(error)
             self.value = math.nan
         if not math.isfinite(self.value):
             self._look(here)
+        self._hold_padding(here)
 
     def _look(self, oracle: Oracle) -> None:
         """Evaluate at this point; note facts about the graph of the loss, and whether it draws random numbers."""
@@ -208,13 +215,48 @@ class _LossCheck:
             None if self.sample.features is None else Sample(self.sample.features.loss, self.sample.arguments)
         )
         before = default_state(oracle.device)
-        with oracle.session.buffers_kept(), oracle.placed():
+        with oracle.session.buffers_kept(), oracle.placed() as (x, y):
             loss = oracle.value(self.level, again)
+            self.padding = self._padding_of_tasks(x) if self._of_tasks else padding_rows(loss, (*x, *y))
         self.value = float(loss.detach())
         self.draws = not all(map(torch.equal, before, default_state(oracle.device)))
         self.products, self.operations = products_of(loss), custom_operations(loss)
         self.casts = has_casts(loss)
         self.kinks = has_kinks(loss) or has_jumps(loss)
+
+    def _padding_of_tasks(self, x: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """Return the padding rows that the first task's loss holds constant, which stacks of tasks do not show."""
+        loss, batch = self.sample.loss, select(self.sample.arguments[0], 0)
+        assert isinstance(loss, LaneLoss)
+        values = [as_variable(t[0].clone()) for t in loss.leaves]
+        with preserve_rng(self.oracle.device), torch.enable_grad():
+            if self.sample.features is not None:
+                features: Any = self.sample.features.loss
+                batch = features.features(batch)
+            with Substitution(loss.live, values, stacked=False):
+                value = loss.loss(batch)
+        return padding_rows(value, values if len(values) > len(self.y) else (*x, *values))
+
+    def _hold_padding(self, here: Oracle) -> None:
+        """Leave padding rows out of all directions: their gradient is masked, and so is their second derivative.
+
+        A row of y that another term of the lower loss moves is no constant of the lower problem, and stays in.
+        """
+        self.held, split = self.padding, len(here.x)
+        if self.level == "lower" and any(i >= split for i, _ in self.padding):
+            _, gradient = here.lower(self.sample)
+            self.held = [(i, row) for i, row in self.held if i < split or not gradient[i - split][..., row, :].any()]
+
+    def _directions(self, seed: int) -> tuple[Vector, Vector]:
+        """Return random directions in x and in y, without the rows that are held."""
+        both = [*_direction(self.x, seed), *_direction(self.y, seed)]
+        for i, row in self.held:
+            both[i][..., row, :] = 0
+        return Vector(both[: len(self.x)]), Vector(both[len(self.x) :])
+
+    @property
+    def _of_tasks(self) -> bool:
+        return isinstance(self.sample.loss, LaneLoss)
 
     def _repeats(self) -> bool:
         return self._value() == self._value()
@@ -236,7 +278,7 @@ class _LossCheck:
 
         ``copies``: compare copies under vmap, even if the step has made none.
         """
-        along_x, along_y = (_direction(like, seed) for like in (self.x, self.y))
+        along_x, along_y = self._directions(seed)
         concerns = frozenset(which for which in concerns if which.startswith(self.level))
         found: dict[str, Judgement] = {}
         if concerns & {"lower yy", "lower xy"}:
@@ -335,7 +377,7 @@ class _LossCheck:
         found = self.session.found
         if found.fallback is not None:
             return False
-        if isinstance(self.sample.loss, LaneLoss):
+        if self._of_tasks:
             return f"{self.level} tasks" in found.vmapped and self.oracle.lanes != 1
         return copies or f"{self.level} copies" in found.vmapped
 
@@ -397,19 +439,22 @@ class _LossCheck:
         """Return the error about a wrong derivative, with remedies that are right when tried."""
         tried = self._remedies(which)
         remedy = f"Tried here and found right: {', or '.join(tried)}" if tried else NO_REMEDY
-        return DerivativeError(NAMES[which].format(self.called), error, ", ".join(self.operations), remedy)
+        operations = self.operations + ["embedding, whose padding row is moved"] * (self.held != self.padding)
+        return DerivativeError(NAMES[which].format(self.called), error, ", ".join(operations), remedy)
 
     def _remedies(self, which: str) -> list[str]:
         """Return what to do instead, of that which is right when tried."""
-        lanes = isinstance(self.sample.loss, LaneLoss)
         tried: list[tuple[str, Callable[[], bool]]] = []
         if any("linear_cross_entropy" in name for name in self.operations):
             tried.append(("F.linear_cross_entropy without options=", partial(self._is_right_unchunked, which)))
+        if self.held != self.padding:
+            zeros = "a padding row of zeros (weight[padding_idx] = 0 under torch.no_grad())"
+            tried.append((zeros, partial(self._is_right_without_padding, which)))
         if which == "lanes":
             tried.append(("vectorize=False", partial(self._are_right, "x", "y")))
         elif which in ("yy", "xy"):
             tried.append(("hvp='finite-difference'", self._are_differences_right))
-            if not lanes:
+            if not self._of_tasks:
                 known = functools.cache(partial(self._are_right, "x", "y"))
                 tried.append(("F2SA", lambda: known() and self._are_right("lanes")))
                 tried.append(("F2SA with vectorize=False", known))
@@ -438,6 +483,20 @@ class _LossCheck:
         with UnchunkedCrossEntropy():
             found = self._compared(frozenset({f"{self.level} {which}"}), SEEDS[0], which == "lanes")
         return found[which].outcome == "right"
+
+    def _is_right_without_padding(self, which: str) -> bool:
+        """Return True if the derivative is right where padding rows are zero, so that decay does not move them."""
+        before, y, split = (self.oracle, self.y, self.held), self.y.clone(), len(self.x)
+        for i, row in self.padding:
+            if i >= split:
+                y[i - split][..., row, :] = 0
+        try:
+            self.oracle, self.y = self.oracle.at(self.x, y), y
+            self._hold_padding(self.oracle)
+            found = self._compared(frozenset({f"{self.level} {which}"}), SEEDS[0], which == "lanes")
+            return found[which].outcome == "right"
+        finally:
+            self.oracle, self.y, self.held = before
 
 
 ORDER = ("y", "x", "lanes", "yy", "xy")  # a wrong gradient is the cause of wrong products

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..tracing import is_tracing
+from .differentiable import all_arguments
 
 __all__ = ["Substitution", "replacement"]
 
@@ -48,9 +49,13 @@ class Substitution(TorchFunctionMode):
             func = _batch_norm_without_update
         value_of = self._value_of  # most arguments are tensors: a look without a call
         new = [value_of.get(a, a) if isinstance(a, Tensor) else self._new(a) for a in args]
+        if func is F.l1_loss:
+            kwargs = all_arguments(func, kwargs)
         kwargs = {k: self._new(a) for k, a in kwargs.items()} if kwargs else {}
         if self._stacked and func is F.linear and len(new) > 1 and (new[1] is not args[1] or is_tracing()):
             return _linear(*new, **kwargs)
+        if self._stacked and func is F.embedding and kwargs.get("padding_idx") is not None:
+            return _padded_embedding(*new, **kwargs)
         return func(*new, **kwargs)
 
     def _new(self, a: Any) -> Any:
@@ -89,6 +94,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     transposed = weight.mm(x.t())
     return (transposed if bias is None else transposed.add_(bias.unsqueeze(-1))).t()
+
+
+def _padded_embedding(input: Tensor, weight: Tensor, padding_idx: int, **options: Any) -> Tensor:
+    """Compute ``F.embedding`` with a constant row; torch's, under vmap, holds that of the first lane alone."""
+    constant = torch.arange(weight.shape[0], device=weight.device) == padding_idx % weight.shape[0]
+    return F.embedding(input, torch.where(constant.unsqueeze(-1), weight.detach(), weight), **options)
 
 
 def _batch_norm_without_update(

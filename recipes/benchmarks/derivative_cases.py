@@ -22,6 +22,7 @@ DOUBLE = torch.float64
 LABELS = torch.tensor([0, 1, 2, 3, 1, 0])
 BITS = torch.tensor([[1.0, 0, 0, 1], [0, 1, 0, 1]] * 3, dtype=DOUBLE)
 MSE_LOSS: Any = F.mse_loss  # its stub has no weight
+L1_LOSS: Any = F.l1_loss
 FLAT, SEQUENCE, IMAGE = (6, 4), (3, 5, 4), (2, 4, 6, 6)
 Made = tuple[nn.Module, Callable[[Any, Tensor], Tensor]]
 
@@ -34,20 +35,22 @@ class Case(NamedTuple):
         make: returns the module and the function.
         shape: shape of z.
         rtol: relative error up to which a derivative is right.
+        held: row of the first parameter that is a constant, which directions leave out.
     """
 
     group: str
     make: Callable[[], Made]
     shape: tuple[int, ...] = FLAT
     rtol: float = 1e-4
+    held: int | None = None
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(name: str, group: str, make: Callable[[], Made], shape: tuple[int, ...] = FLAT, rtol: float = 1e-4) -> None:
+def case(name: str, group: str, make: Callable[[], Made], shape: tuple[int, ...] = FLAT, **options: Any) -> None:
     """Add a row."""
-    CASES[name] = Case(group, make, shape, rtol)
+    CASES[name] = Case(group, make, shape, **options)
 
 
 def layer(name: str, group: str, make: Callable[[], nn.Module], shape: tuple[int, ...] = FLAT) -> None:
@@ -131,6 +134,12 @@ layer("nn.Conv2d", "Layers", lambda: nn.Conv2d(4, 3, 3), IMAGE)
 layer("nn.ConvTranspose2d", "Layers", lambda: nn.ConvTranspose2d(4, 3, 3), IMAGE)
 case(
     "F.embedding", "Layers", lambda: (Held(torch.randn(4, 4, dtype=DOUBLE)), lambda m, z: F.embedding(LABELS, m.w) * z)
+)
+case(
+    "F.embedding, padding_idx",
+    "Layers",
+    lambda: (Held(torch.randn(4, 4, dtype=DOUBLE).triu(1).T), lambda m, z: F.embedding(LABELS, m.w, padding_idx=0) * z),
+    held=0,
 )
 case(
     "F.embedding_bag, weights",
@@ -218,6 +227,7 @@ for name, loss in {
         o, BITS, pos_weight=z.mean(0).exp()
     ),
     "F.mse_loss, weight= of x": lambda o, z: MSE_LOSS(o, BITS, weight=z.exp()),
+    "F.l1_loss, weight= of x": lambda o, z: L1_LOSS(o, BITS, weight=z.exp()),
     "F.huber_loss": lambda o, z: F.huber_loss(o, BITS, delta=0.3),
     "F.gaussian_nll_loss": lambda o, z: F.gaussian_nll_loss(o, BITS, z.exp()),
     "F.kl_div": lambda o, z: F.kl_div(o.log_softmax(1), z.softmax(1)),

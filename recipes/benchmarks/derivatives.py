@@ -5,7 +5,8 @@ r"""First and second derivatives of common operations in torch, and in the libra
     python -m recipes.benchmarks.derivatives --page              # makes the page from the records of all versions
 
 Each row is a loss :math:`g(x, y) = \ell(x, y) + 0.05 \|y\|^2` in float64. The truth is a central difference of values
-(for the gradient) and of gradients (for products; of values, if the gradient is wrong), in one random direction.
+(for the gradient) and of gradients (for products; of values, if the gradient is wrong), in one random direction,
+which leaves out rows of padding.
 
 * gradient, product, cross: ``torch.autograd.grad``, the latter two of a gradient with ``create_graph=True``.
 * vmap: ``torch.func.vmap(grad)`` for two inputs, against one by one.
@@ -124,6 +125,8 @@ def measured(case: Case, columns: Sequence[str] = COLUMNS) -> dict[str, str]:
     g = stream(1, "directions")
     u, v = ([torch.randn(p.shape, generator=g, dtype=DOUBLE) for p in row.y] for _ in range(2))
     ux = torch.randn(row.x.shape, generator=g, dtype=DOUBLE)
+    if case.held is not None:
+        u[0][case.held], v[0][case.held] = 0, 0
     none, still = [torch.zeros_like(p) for p in row.y], torch.zeros_like(row.x)
     data = row.inputs[0]
 

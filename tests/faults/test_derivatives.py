@@ -97,6 +97,34 @@ def test_copies_under_vmap_are_compared_with_a_plain_evaluation():
     assert "derivatives" not in optimizer.diagnostics
 
 
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no chunked loss")
+def test_a_backward_that_refuses_a_second_call_is_called_once():
+    """The chunked loss is one; its steps are those of the plain loss."""
+    ends = []
+    for loss in (chunked, lambda y: F.linear_cross_entropy(*classification()[:1], y, classification()[1])):
+        y = weights()
+        optimizer, *losses = ridge_problem("F2SA", lambda y=y, loss=loss: loss(y), [y], vectorize=False)
+        for _ in range(2):
+            optimizer.step(*losses)
+        ends.append([*(p.detach() for group in optimizer.param_groups for p in group["params"])])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_a_method_that_takes_only_values_is_not_asked_for_derivatives():
+    """ES-MAML adapts by values with `lower_directions`: the loss may have no derivative, or one that is not its own."""
+    for directions in (4, 0):
+        x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+        optimizer = bo.ESMAML([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2, lower_directions=directions)
+        losses = lambda y=y: (y - 1).square().sum(), lambda y=y: Wrong.apply(y).square().sum()
+        if directions:
+            optimizer.step(*losses)
+            assert "derivatives" not in optimizer.diagnostics
+        else:
+            with pytest.raises(bo.DerivativeError, match="gradient in y"):
+                optimizer.step(*losses)
+
+
 @pytest.mark.parametrize(
     ("name", "loss", "derivative"),
     [("AID", by_cond, "second derivative in y"), ("F2SA", by_while, "gradient in y"),
@@ -111,6 +139,61 @@ def test_control_flow(name, loss, derivative):
         loss.__name__, "WhileLoopAutogradOp"
     )
     assert ("F2SA" in str(caught.value)) == (loss is not by_while)
+
+
+WORDS = torch.tensor([[0, 1, 2, 0], [3, 4, 0, 0], [1, 3, 2, 4]])
+
+
+def padded(weight, ridge, constant=False):
+    """Fit of a classifier of means over words, with padding, and that plus e^x |y|^2, with ``ridge`` of all rows.
+
+    ``constant``: y is all rows but that of padding, which is a constant.
+    """
+    target, mix = torch.tensor([0, 2, 1]), torch.randn(3, 3, generator=seeded(1))
+    x, y = torch.tensor(-2.0, requires_grad=True), weight[int(constant) :].clone().requires_grad_()
+    whole = (lambda: torch.cat([weight[:1], y])) if constant else lambda: y
+
+    def fit(words=WORDS):
+        means = F.embedding(words, whole(), padding_idx=None if constant else 0).mean(-2)
+        return F.cross_entropy((means @ mix).tanh(), target)
+
+    return x, y, fit, lambda words=WORDS: fit(words) + x.exp() * whole()[int(not ridge) :].square().sum()
+
+
+@pytest.mark.parametrize("name", ["AID", "ITD", "SOBA", "F2SA"])
+@pytest.mark.parametrize("start", ["zero", "random"])
+@pytest.mark.parametrize("ridge", [False, True])
+def test_padding_rows(ridge, start, name):
+    """Their gradient is masked: they are constants, unless another term of the lower loss moves them."""
+    weight = torch.randn(5, 3, generator=seeded(7))
+    weight[0] *= start == "random"
+    x, y, fit, lower = padded(weight, ridge)
+    optimizer = method(name, [x], [y])
+    if ridge and start == "random":
+        with pytest.raises(bo.DerivativeError, match="gradient in y") as caught:
+            optimizer.step(fit, lower)
+        assert "padding row" in caught.value.operation
+        assert "right: a padding row of zeros" in str(caught.value)
+        return
+    optimizer.backward(fit, lower)
+    assert "derivatives" not in optimizer.diagnostics
+    other, y, fit, lower = padded(weight, ridge, constant=True)
+    method(name, [other], [y]).backward(fit, lower)
+    torch.testing.assert_close(x.grad, other.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["AID", "SOBA", "F2SA"])
+def test_padding_rows_of_tasks(name):
+    """Torch's vmap would hold the row of the first task alone."""
+    weight, tasks = torch.randn(5, 3, generator=seeded(7)), bo.TensorTasks(torch.stack([WORDS, WORDS.flip(1)]))
+    found = []
+    for constant in (False, True):
+        x, y, fit, lower = padded(weight, False, constant)
+        optimizer = method(name, [x], [y])
+        optimizer.backward(fit, lower, tasks=tasks)
+        assert optimizer.diagnostics.keys().isdisjoint({"derivatives", "vectorize_fallback"})
+        found.append(x.grad)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
 def test_spectral_norm_in_training_mode_only():

@@ -3,6 +3,7 @@
 import math
 import warnings
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -383,3 +384,37 @@ def test_momentum_with_a_lower_optimizer_is_refused():
     problem = pair()
     with pytest.raises(ValueError, match=r"Invalid lower_momentum value: 0\.5"):
         bo.iMCN(problem.x, problem.y, lr=0.1, lower_lr=0.1, lower_steps=3, lower_momentum=0.5, lower_optimizer=Adam)
+
+
+@pytest.mark.skipif("weight" not in signature(F.l1_loss).parameters, reason="torch's l1_loss has no weights")
+@pytest.mark.parametrize("way", ["copies", "tasks", "weight norm", "compiled"])
+def test_weights_of_the_l1_loss_count_where_torch_leaves_them_out(way):
+    """In a mode of torch functions, F.l1_loss passes its arguments on without the weight."""
+    X, target = torch.randn(8, 3, generator=seeded(1)), torch.randn(8, generator=seeded(2))
+    ends = []
+    for loss in (
+        lambda out, x: F.l1_loss(out, target, weight=x.exp()),
+        lambda out, x: (x.exp() * (out - target).abs()).sum() / x.exp().sum(),
+    ):
+        torch.manual_seed(0)
+        net, x = nn.Linear(3, 1), torch.linspace(-1, 1, 8).requires_grad_()
+        if way == "weight norm":
+            net = nn.utils.parametrizations.weight_norm(net)
+        y = [*net.parameters()]
+        name, options = ("SOBA", {}) if way == "weight norm" else ("F2SA", {"lower_steps": 5})
+        optimizer = getattr(bo, name)([x], y, lr=0.1, lower_lr=0.1, **options)
+
+        def lower(*shift, net=net, x=x, y=y, loss=loss):
+            return loss(net(X + sum(shift))[:, 0], x) + 0.1 * sum(t.square().sum() for t in y)
+
+        def upper(*shift, net=net):
+            return (net(X + sum(shift))[:, 0] - target).square().mean()
+
+        tasks = bo.TensorTasks(torch.linspace(0, 1, 3)[:, None]) if way == "tasks" else None
+        if way == "compiled":
+            optimizer.compile(backend="eager")
+        for _ in range(2):
+            optimizer.step(upper, lower, tasks=tasks)
+        assert optimizer.diagnostics.keys().isdisjoint({"vectorize_fallback", "compile_fallback"})
+        ends.append(flat([x, *y]))
+    close(*ends, 1e-12)

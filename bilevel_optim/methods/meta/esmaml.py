@@ -110,6 +110,10 @@ class ESMAML(Initialised, ZerothOrder):
             spent["lower_grad"] = 0
         return estimate
 
+    @property
+    def _derivatives(self) -> frozenset[str]:
+        return super()._derivatives - ({"lower y"} if self.lower_directions else set())
+
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """Return the objectives; with ``lower_directions``, the lower gradient is estimated from values."""
         f, g = super()._objectives(upper, lower)
