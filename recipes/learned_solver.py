@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import bilevel_optim as bo
 
 from .common import Parser, draw, figure, progress, save, show
+from .common.seeds import begin
 
 GRID = 60
 ADAM = torch.optim.Adam
@@ -139,7 +140,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for name, (make, steps) in progress(PROBLEMS.items(), "problems"):
         runs = []
         for seed in range(args.seeds):
-            torch.manual_seed(seed)
+            begin(seed, "data")
             problem = make()
             losses = [float(problem.step()) for _ in range(args.steps or steps)]
             controls = torch.stack([problem.plain(float(number)) for number in problem.grid]).nan_to_num(torch.inf)

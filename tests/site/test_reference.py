@@ -278,12 +278,12 @@ def test_a_button_downloads_an_example_as_a_notebook(pages):
 
 
 def test_choosing_agrees_with_the_readme(pages):
-    """The methods of the README's table, one for each row, come first in the table here, and are links in the text."""
-    rows = re.findall(r"^\| [^|]+ \| (`.+`) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
-    named = [re.findall(r"`(\w+)`", row) for row in rows]
-    assert len(pages.FIRST) == len(named) == 8
-    assert all(set(names) & set(pages.FIRST) for names in named)
+    """The methods that the README names come first in the table here, and are links in the text."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Which method")[1].split("##")[0]
+    named = set(re.findall(r"`(\w+)`", section))
+    assert len(pages.FIRST) == 8
+    assert set(pages.FIRST) <= named
     questions = (ROOT / "docs/choosing.md").read_text(encoding="utf-8").split("## All methods")[0]
-    for name in {name for names in named for name in names}:
+    for name in named - {"FirstOrder"}:
         assert f"[{name}](reference/{name}.md)" in questions
     assert pages.table_with_filters().count(" data-first>") == 8
