@@ -22,6 +22,7 @@ import torch
 import bilevel_optim as bo
 
 from ..common import Parser, show
+from ..common.seeds import begin
 
 PACKAGE = Path(bo.__file__).parent
 STEPS: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -35,7 +36,7 @@ STEPS: dict[str, tuple[str, dict[str, Any], bool]] = {
 def step_of(name: str) -> Callable[[], object]:
     """Return a step of a method on a small smooth problem, after two steps."""
     method, options, tasks = STEPS[name]
-    torch.manual_seed(0)
+    begin(0, "data")
     x, y = ([torch.randn(4, requires_grad=True) for _ in range(3)] for _ in range(2))
 
     def upper(_: Any = None) -> torch.Tensor:
