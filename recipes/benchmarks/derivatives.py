@@ -106,6 +106,7 @@ def judged(found: float, truth: float, rtol: float, scale: float) -> str:
 
 def tried(measure: Callable[[], str]) -> str:
     """Return a cell, or the first words of the error."""
+    torch._dynamo.reset()  # what other cells have compiled
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -234,7 +235,6 @@ def measured(case: Case, columns: Sequence[str] = COLUMNS) -> dict[str, str]:
         return "right, in a loop" if cell == RIGHT and "vectorize_fallback" in diagnostics else cell
 
     def by_compile() -> str:
-        torch._dynamo.reset()
         found, diagnostics = aid(None, compiled=True)
         cell = compared(found, aid(None)[0])
         return "right, eager" if cell == RIGHT and "compile_fallback" in diagnostics else cell
