@@ -138,9 +138,10 @@ def cg(
     else:
         algebra = _NUMBERS if one_here else _LANES if lanes else _SCALARS
         found = _cg(apply, right, v, r, stop, algebra, partial(iteration, algebra))
-    if unit is None:
-        return found._replace(damping=damping)
-    return found._replace(solution=found.solution.times(unit), residual=found.residual * unit, damping=damping)
+    v, residual, *others = found[:-1]  # not by _replace, whose result Dynamo of torch 2.11 cannot return
+    if unit is not None:
+        v, residual = v.times(unit), residual * unit
+    return LinearSolution(v, residual, *others, damping)
 
 
 def _choose_start(

@@ -74,6 +74,7 @@ def test_a_hook_on_accumulated_gradients_is_refused():
             optimizer.step(upper, lower)
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # torch 2.11
 @pytest.mark.parametrize("tasks", [False, True])
 @pytest.mark.parametrize("where", ["module", "all", "later"])
 def test_backward_hooks_of_modules_act_on_copies(where, tasks):
