@@ -382,9 +382,10 @@ class Method(Options, Optimizer, ABC):
 
     def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
         """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
-        new_losses = self.check_derivatives and self._has_new_losses(oracle, tasks)
+        new_losses = self._has_new_losses(oracle, tasks)
         if new_losses:
-            oracle.session.used = {}
+            oracle.session.found.look_again()
+            oracle.session.used = {} if self.check_derivatives else None
         estimate = self._whole_estimate(oracle, inputs, tasks)
         if new_losses:
             self._check_derivatives(oracle, tasks)
@@ -398,24 +399,32 @@ class Method(Options, Optimizer, ABC):
         return StepResults(estimate, new)
 
     def _losses(self, oracle: Oracle, tasks: Any) -> tuple[Any, ...]:
-        """Return what identifies the losses of a step: their code, the mode of modules, and the kind of problem."""
-        return id(oracle.f.code), id(oracle.g.code), self._run_state.buffers.mode, tasks is None
+        """Return what identifies the losses of a step: code, parameters, mode of modules, and the kind of problem."""
+        codes = [id(code) for one in (oracle.f, oracle.g) for code in one.codes]
+        parameters = [id(t) for t in (*oracle.live_x, *oracle.live_y)]
+        return (*codes, *parameters, self._run_state.buffers.mode, tasks is None, self.check_derivatives)
 
     def _has_new_losses(self, oracle: Oracle, tasks: Any) -> bool:
-        """Return True if the derivatives of these losses have not been checked, and not those of many others."""
+        """Return True if these losses have not been looked at in these parameters, and not many others."""
         known = oracle.session.found.derivatives
         return len(known) < MOST_CHECKS and self._losses(oracle, tasks) not in known
 
     def _check_derivatives(self, oracle: Oracle, tasks: Any) -> None:
-        """Raise if a derivative that the estimate has used is wrong; note what could not be decided."""
-        session = oracle.session
-        if any_hooks((*oracle.live_x, *oracle.live_y)) or why_one_by_one(self._run_state.buffers.modules):
+        """Note these losses; if derivatives are checked, raise if one that the estimate has used is wrong."""
+        session, opened = oracle.session, ""
+        if not self.check_derivatives:
+            pass
+        elif any_hooks((*oracle.live_x, *oracle.live_y)) or why_one_by_one(self._run_state.buffers.modules):
             opened = "losses not checked: hooks change their gradients"
         else:
             opened = check_derivatives(session, self._derivatives)
         session.found.derivatives = {
             **session.found.derivatives,
-            self._losses(oracle, tasks): (opened, oracle.f.code, oracle.g.code),  # while these exist, so do their ids
+            self._losses(oracle, tasks): (
+                opened,
+                *oracle.f.codes,
+                *oracle.g.codes,
+            ),  # while these exist, so do their ids
         }
 
     @property

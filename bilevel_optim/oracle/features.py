@@ -37,6 +37,7 @@ class FeatureCut:
         if not self.usable:
             return
         oracle.session.note_use("lower", oracle, sample)
+        oracle.check_features("lower", sample)
         with oracle.session.buffers_kept(), oracle.placed() as (self._x, _):
             values, structure = tree_flatten(oracle.call(sample.features))
         smooth = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]

@@ -81,6 +81,12 @@ class LossFacts:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "derivatives": {}}  # they are known by the code of the losses, which cannot be pickled
 
+    def look_again(self) -> None:
+        """Forget which facts are known, for other losses or parameters; keep those that demand care."""
+        self.writes_seen, self.fused, self.kinked = False, self.fused or None, self.kinked or None
+        self.vmapped = self.redirected = self.features_checked = self.dependency_checked = frozenset()
+        self.ignores_other_level = frozenset()
+
     def diagnostics(self) -> dict[str, str]:
         """Return the facts that the diagnostics of a step report."""
         found = {} if self.fallback is None else {"vectorize_fallback": self.fallback}

@@ -219,13 +219,14 @@ class Objective:
     @property
     def code(self) -> Any:
         """Code of the loss, which stays the same if an equal function is made at each step; else its type."""
-        loss: Any = self.loss
-        while not hasattr(loss, "__code__"):
-            inner = getattr(loss, "func", None) or getattr(loss, "loss", None)
-            if inner is None:
-                return type(loss)
-            loss = inner
-        return loss.__code__
+        return _code_of(self.loss)
+
+    @property
+    def codes(self) -> tuple[Any, ...]:
+        """Code of the loss and, if it has them, of its features; a module is itself."""
+        if self.features is None:
+            return (self.code, None)
+        return self.code, self.features if isinstance(self.features, torch.nn.Module) else _code_of(self.features)
 
     def begin(self) -> None:
         """Begin an outer step: drop cached features, also for the same batch."""
@@ -407,6 +408,16 @@ class Objective:
     def __repr__(self) -> str:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
         return f"Objective({name}, data={None if self.data is None else type(self.data).__name__})"
+
+
+def _code_of(loss: Any) -> Any:
+    """Return the code of a function, which stays the same if an equal one is made at each step; else its type."""
+    while not hasattr(loss, "__code__"):
+        inner = getattr(loss, "func", None) or getattr(loss, "loss", None)
+        if inner is None:
+            return type(loss)
+        loss = inner
+    return loss.__code__
 
 
 def _apart(data: Any) -> Any:
