@@ -48,7 +48,7 @@ class Substitution(TorchFunctionMode):
         if self._stacked and func is F.batch_norm:
             func = _batch_norm_without_update
         value_of = self._value_of  # most arguments are tensors: a look without a call
-        new = [value_of.get(a, a) if isinstance(a, Tensor) else self._new(a) for a in args]
+        new: list[Any] = [value_of.get(a, a) if isinstance(a, Tensor) else self._new(a) for a in args]
         if func is F.l1_loss:
             kwargs = all_arguments(func, kwargs)
         kwargs = {k: self._new(a) for k, a in kwargs.items()} if kwargs else {}

@@ -138,10 +138,11 @@ def cg(
     else:
         algebra = _NUMBERS if one_here else _LANES if lanes else _SCALARS
         found = _cg(apply, right, v, r, stop, algebra, partial(iteration, algebra))
-    v, residual, *others = found[:-1]  # not by _replace, whose result Dynamo of torch 2.11 cannot return
+    v, residual, *_ = found
     if unit is not None:
         v, residual = v.times(unit), residual * unit
-    return LinearSolution(v, residual, *others, damping)
+    figures: Any = found[2:-1]
+    return LinearSolution(v, residual, *figures, damping=damping)  # Dynamo of torch 2.11 cannot return a `_replace`
 
 
 def _choose_start(
