@@ -138,11 +138,11 @@ def cg(
     else:
         algebra = _NUMBERS if one_here else _LANES if lanes else _SCALARS
         found = _cg(apply, right, v, r, stop, algebra, partial(iteration, algebra))
-    v, residual, *_ = found
+    v, residual, *figures, _ = found
     if unit is not None:
         v, residual = v.times(unit), residual * unit
-    figures: Any = found[2:-1]
-    return LinearSolution(v, residual, *figures, damping=damping)  # Dynamo of torch 2.11 cannot return a `_replace`
+    whole: Any = (v, residual, *figures, damping)
+    return LinearSolution(*whole)  # Dynamo of torch 2.11 cannot return what `_replace` makes
 
 
 def _choose_start(
