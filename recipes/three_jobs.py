@@ -79,7 +79,8 @@ def loop(label: str, arm: str, steps: int) -> Curve:
 
     def bilevel() -> Callable[[], None]:
         """Return a step of the loop with two other lines."""
-        optimizer = bo.AID([weights], model.parameters(), lr=0.1, lower_steps=10, upper_optimizer=torch.optim.Adam)
+        adam = torch.optim.Adam
+        optimizer = bo.AID([weights], model.parameters(), lr=0.1, lower_steps=10, linear_steps=30, upper_optimizer=adam)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
         def step() -> None:
