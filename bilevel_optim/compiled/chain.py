@@ -64,7 +64,11 @@ class Chain:
         """
         wanted = self.data if place is None else self.data[place : place + len(drawn)]
         try:
-            return [form_of(leaf) for leaf in drawn] == wanted
+            return [
+                # of most leaves, without a call for each
+                (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else form_of(t)
+                for t in drawn
+            ] == wanted
         except Refused:
             return False
 
