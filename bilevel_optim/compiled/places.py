@@ -1,4 +1,4 @@
-"""Where a compiled step reads its state, and where it writes its results: found once, and used by each step."""
+"""Places of a compiled step's state and results, found once and used by each step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StatePlaces:
         self._live = [*pure.live_x, *pure.live_y]
         self._form: Any = None
         self._found = False  # the rest is known
-        self._kept: list[Any] = []  # options that decide what is read, and names of the tensors among the numbers
+        self._kept: list[Any] = []  # options on which the state depends, and names of tensors among the numbers
         self._names: list[tuple[Tensor, dict[str, Any] | None, list[str]]] = []  # all entries of each live tensor
         self._entries: list[tuple[dict[str, Any], str]] = []  # those that are tensors, in order
         self._constants: list[tuple[dict[str, Any], str, Any]] = []  # those that are not
@@ -164,8 +164,15 @@ class Writer:
         live += [] if not moved else zip(self._x, moved["x"], strict=True)
         self._live, self._values = Vector([t for t, _ in live]), [place for _, place in live]
 
-    def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any]) -> list[Write]:
-        """Return the writes of a call's results, in the order of `writes_of`; ``after`` is that of the run state."""
+    def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any], gain: str = "") -> list[Write]:
+        """Return the writes of a call's results, in the order of `writes_of`.
+
+        Args:
+            optimizer: the optimizer.
+            values: the tensors at the places.
+            after: the run state after the step.
+            gain: what compilation has gained, for the diagnostics.
+        """
         found: list[Write] = []
         if self._rows:
             rows = [

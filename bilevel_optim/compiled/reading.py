@@ -199,7 +199,7 @@ class Reader:
         code = read.__code__.replace(co_name=f"read_{next(_NUMBERS)}")
         own = types.FunctionType(code, read.__globals__, code.co_name, None, read.__closure__)
         weakref.finalize(own, remove_from_cache, code).atexit = False
-        self._known: Callable[..., Any] = own  # where Dynamo runs what it knows
+        self._known: Callable[..., Any] = own  # to be called inside `dynamo.run`
         self._compile: Callable[..., Any] = torch.compile(
             own,
             fullgraph=True,

@@ -43,6 +43,7 @@ from .chain import Chain
 from .compare import Accepted, mismatch, perturbed_by_rounding
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks, in_a_row
 from .forms import form_of, leaves
+from .gain import LOOKS, Gain
 from .places import StatePlaces, Writer, buffer_writes, table_at
 from .program import Call, Given, StepProgram, StepReader, leaves_of
 from .pure import PureStep, State, results_of, state_of
@@ -125,6 +126,7 @@ class Entry:
         reasons: code of the losses -> why steps with such losses run eagerly.
         uses: number of uses since the last compilation.
         count: number of compilations.
+        gain: their times.
     """
 
     def __init__(self, key: Any) -> None:
@@ -137,6 +139,7 @@ class Entry:
         self.compiled: list[tuple[Any, StepReader]] = []
         self.reasons: dict[Any, str] = {}
         self.uses = self.count = 0
+        self.gain = Gain()
 
     def columns(self, sources: Sources, count: int) -> list[tuple[Sequence[Any], int]] | None:
         """Return all batches of ``count`` steps and the number of batches that one step draws, for each source.
@@ -215,6 +218,7 @@ class CompiledSteps:
         self._new = 0  # steps in a row of a new kind
         self._rates: tuple[list[Any], list[Tensor]] = ([], [])
         self._most = FIRST
+        self._told = ""  # what the last compilation has gained
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), (self.optimizer, self.settings)  # a copy of an optimizer compiles its own steps
@@ -259,10 +263,17 @@ class CompiledSteps:
         sources = _sources(upper, lower, tasks)
         place = self._place(sources)
         try:
-            return self._step(sources, update)
+            loss = self._step(sources, update)
         except BaseException:
             self._return_to(sources, place)
             raise
+        self._tell_gain()
+        return loss
+
+    def _tell_gain(self) -> None:
+        """Add what compilation has gained to the diagnostics of a step, once it is known."""
+        if self._told:
+            self.optimizer._diagnostics["compile"] = self._told
 
     def _step(self, sources: Sources, update: bool) -> Tensor:
         entry = self._entry(sources, update)
@@ -465,18 +476,20 @@ class CompiledSteps:
         transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
         code, reason = _code(inputs.sources), ""
         with transaction:
+            began = time.perf_counter()
             given = optimizer._step_inputs(oracle, groups, inputs.random)
             buffers = optimizer._run_state.buffers.changing()
             state = self._read(given, oracle, [t.clone() for t in buffers])
             results = optimizer._compute(oracle, given, sources.tasks, update=update and not host)
             transaction.conclude()
+            eager = time.perf_counter() - began
             left: Sequence[Write] = []
             try:
                 self._require_compilable(oracle)
                 if entry.pure is None:
                     entry.pure = PureStep(optimizer, oracle, given, update and not host, buffers)
                     entry.places = StatePlaces(optimizer, entry.pure, self._now)
-                found = self._compared(entry, inputs, state, results, oracle)
+                found = self._compared(entry, inputs, state, results, oracle, eager)
                 if found.what:
                     reason = self._reason = DIFFERS.format(found.what)
                     self._entries.clear()
@@ -510,10 +523,21 @@ class CompiledSteps:
                     "AdamW, or bo.AGD, without hooks"
                 )
 
-    def _compared(self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle) -> Compared:
-        """Return the results of a compiled step, compiled now if need be, and what differs from the eager step."""
-        given = self._given(inputs, state)
+    def _compared(
+        self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle, eager: float
+    ) -> Compared:
+        """Return the results of a compiled step, compiled now if need be, and what differs from the eager step.
+
+        ``eager`` is the time that the eager step has taken.
+        """
+        given, began, graphs = self._given(inputs, state), time.perf_counter(), entry.count
         found = self._run_or_compile(entry, given)
+        found["flags"].tolist()  # waits for a device
+        seconds = time.perf_counter() - began
+        if entry.count > graphs:
+            entry.gain.compilation += seconds
+        else:
+            self._weigh(entry.gain, eager, seconds)
         optimizer, settings, name, pure = self.optimizer, self.settings, self.optimizer._difference_step, entry.pure
         divisor = 1.0 if name is None else min(getattr(optimizer, name), 1.0)
         accepted = Accepted(settings.rtol, settings.atol, divisor)
@@ -533,6 +557,14 @@ class CompiledSteps:
                 otherwise = self._run_known(entry, moved)
                 what = mismatch(right, made, oracle.x, oracle.y, accepted, part, results(otherwise))
         return Compared(made, found["buffers"], what)
+
+    def _weigh(self, gain: Gain, eager: float, compiled: float) -> None:
+        """Note the times of a step that was made both ways; report the gain once, and warn if there is none."""
+        gain.note(eager, compiled)
+        if gain.looks == LOOKS and self.settings.backend == "inductor":
+            self._told = gain.text
+            if not gain.pays:
+                warn(f"{gain.text}: leave out compile()")
 
     # ------------------------------------------------------------------------------------------------ programs
 
@@ -726,6 +758,7 @@ class CompiledSteps:
             return None
         each = max(time.monotonic() - began, 1e-9) / len(found)
         self._most = min(max(int(AT_RISK / each), 1), CHECKED_EVERY)
+        self._tell_gain()
         return found
 
     def _follow_chain(self, entry: Entry, sources: Sources, most: int) -> Tensor | None:
@@ -805,14 +838,14 @@ class CompiledSteps:
             data.append(own)
         return data, True
 
-    def _place(self, sources: Sources) -> Place:
+    def _place(self, sources: Sources) -> Positions:
         marks = [objective.mark() for objective in sources.objectives.values()]
         if sources.draw_in_order and not self.optimizer._random_inputs():
-            return Place(marks, None, None)  # an eager step rewinds what its evaluations draw
+            return Positions(marks, None, None)  # an eager step rewinds what its evaluations draw
         own = None if self.optimizer.generator is None else self.optimizer.generator.get_state()
-        return Place(marks, own, torch.get_rng_state())
+        return Positions(marks, own, torch.get_rng_state())
 
-    def _return_to(self, sources: Sources, place: Place) -> None:
+    def _return_to(self, sources: Sources, place: Positions) -> None:
         """Rewind all draws to a place."""
         for objective, mark in zip(sources.objectives.values(), place.marks, strict=True):
             objective.rewind(mark)
@@ -822,7 +855,7 @@ class CompiledSteps:
             torch.set_rng_state(place.default)
 
 
-class Place(NamedTuple):
+class Positions(NamedTuple):
     """Positions of draws: in the data, and the states of the optimizer's generator and of torch's, if they advance."""
 
     marks: list[tuple[Any, ...]]
