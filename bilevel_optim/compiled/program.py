@@ -129,6 +129,11 @@ class StepReader:
         """Number of programs."""
         return len(self.programs)
 
+    @property
+    def may_follow(self) -> bool:
+        """True if a step can follow another before that is written, in some program."""
+        return any([program.next_state is not None for _, program in self.programs])
+
     def known(self, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]]:
         """Return the program for what the losses read at present, and that; raise `Unread` if none fits."""
         with torch.enable_grad():

@@ -745,7 +745,7 @@ class CompiledSteps:
         now, numbers = optimizer._run_state.steps, optimizer.numbers | sources.terms
         most = min(most, entry.unwatched, STILL - 1 - now if now < STILL else most)
         most = next((k for k in range(1, most) if optimizer._graph_key(now + k, numbers) != entry.key[2]), most)
-        if most < 2 or self._moves_on_host or not sources.are_lists:
+        if most < 2 or self._moves_on_host or not sources.are_lists or not entry.compiled[0][1].may_follow:
             return None
         began, place = time.monotonic(), self._place(sources)
         try:
