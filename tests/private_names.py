@@ -187,7 +187,7 @@ NAMES = [
     # ------------------------------------------------------------------------------------ compiling
     Name(
         "torch._dynamo.run",
-        "compiled/reading.py",
+        "compiled/program.py",
         "calls what was compiled, and never compiles anew: so it is seen that a loss has changed",
         "torch.compiler.set_stance, which holds for the whole process",
     ),

@@ -150,6 +150,7 @@ def test_torch_distributed_is_named_in_one_folder():
 STEPPING = {
     "compiled/steps.py": "makes steps in place of the optimizer",
     "compiled/pure.py": "the step as a function of values",
+    "compiled/places.py": "reads the state of a step and writes its results",
     "checking/check.py": "evaluates the losses at other points than a step",
     "optimizer/placeholders.py": "makes a step of a twin to see what is remembered",
 }

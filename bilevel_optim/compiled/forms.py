@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pytree import tree_flatten, tree_leaves, tree_map
+from ..pytree import tree_flatten, tree_leaves
 from .reasons import Refused
 
-__all__ = ["Form", "empty", "form_of", "form_of_tensor", "leaves", "set_apart"]
+__all__ = ["Form", "empty", "form_of", "form_of_tensor", "leaves"]
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -78,17 +78,3 @@ def leaves(value: Any) -> list[Any]:
         else:
             found += leaves(part)
     return found
-
-
-def set_apart(value: Any) -> Any:
-    """Detach each tensor of a pytree that needs no gradient, so that no two leaves are the same tensor."""
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return kind([part if part is None else set_apart(part) for part in value])
-    if kind is dict:
-        return {name: set_apart(part) for name, part in value.items()}
-    return _detached(value) if isinstance(value, Tensor) else tree_map(_detached, value)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf

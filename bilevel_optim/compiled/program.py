@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo as dynamo
 from torch import Tensor
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +19,7 @@ from ..pytree import tree_flatten, tree_unflatten
 from ..tracing import tracing
 from .backend import Maker, Program
 from .forms import form_of, leaves
+from .places import Place, Writer, picked
 from .pure import PureStep, State, following
 from .reading import Arguments, Needed, Reader, Reading, Unread, UserGraph
 from .reasons import Refused
@@ -36,7 +38,7 @@ class Given:
         state: the state that the step reads.
 
     Attributes:
-        form: all of them but the values of their tensors, and the losses.
+        form: all of them but the values of their tensors, and the losses: that of the data, and that of the state.
         tensors: the tensors of the samples, the random inputs and the state, in order.
     """
 
@@ -45,7 +47,7 @@ class Given:
     ) -> None:
         self.losses, self.tasks, self.drawn, self.random, self.state = losses, tasks, drawn, random, state
         self.tensors: list[Tensor] = []
-        self.form = form_of((drawn, random, state), self.tensors)
+        self.form = form_of((drawn, random), self.tensors), form_of(state, self.tensors)
 
     def at(self, **state: Any) -> Given:
         """Return the same arguments with other entries of the state."""
@@ -63,6 +65,11 @@ class Call(NamedTuple):
     arguments: list[Tensor]
     results: Sequence[Tensor]
 
+    @property
+    def values(self) -> list[Tensor]:
+        """All tensors that the step's results may be, at their places."""
+        return [*self.results, *self.arguments]
+
 
 class StepProgram:
     """A program for a step, from flat arguments to flat results.
@@ -72,22 +79,24 @@ class StepProgram:
     Args:
         program: the compiled function, from a list of tensors to the results that it computes.
         reads: number of those that the user's functions read.
-        results: leaves of the results: a tensor's place among the program's results (``("result", k)``) or its
-            arguments (``("argument", k)``), or a constant (``("constant", value)``).
-        structure: structure of the results.
+        results: the step's results, with a `Place` for each tensor.
         next_state: places of the tensors of the next step's state; None if a step cannot follow at once.
+        pure: the step.
+
+    Attributes:
+        writer: writes the results of a call.
     """
 
     def __init__(
         self,
         program: Program,
         reads: int,
-        results: Sequence[tuple[str, Any]],
-        structure: Any,
-        next_state: Sequence[tuple[str, int]] | None,
+        results: dict[str, Any],
+        next_state: Sequence[Place] | None,
+        pure: PureStep,
     ) -> None:
-        self.program, self.reads, self.next_state = program, reads, next_state
-        self._results, self._built = results, _builder(results, structure)
+        self.program, self.reads, self.next_state, self._results = program, reads, next_state, results
+        self.writer = Writer(results, pure)
 
     def __call__(self, arguments: list[Tensor]) -> Call:
         """Run the program."""
@@ -95,14 +104,8 @@ class StepProgram:
 
     def results(self, call: Call) -> dict[str, Any]:
         """Return the step's results from a call."""
-        return self._built(call.results, call.arguments)
-
-    def place(self, name: str, results: dict[str, Any]) -> tuple[str, Any]:
-        """Return the place of an entry of these results that is a tensor."""
-        for leaf, at in zip(tree_flatten(results)[0], self._results, strict=True):
-            if leaf is results[name]:
-                return at
-        raise KeyError(name)
+        found: dict[str, Any] = picked(self._results, call.values)
+        return found
 
 
 class StepReader:
@@ -126,14 +129,19 @@ class StepReader:
         """Number of programs."""
         return len(self.programs)
 
-    def known(self, given: Given) -> tuple[StepProgram, list[Tensor]]:
-        """Return the program for what the losses read at present, with its arguments; raise `Unread` if none fits."""
+    @property
+    def may_follow(self) -> bool:
+        """True if a step can follow another before that is written, in some program."""
+        return any([program.next_state is not None for _, program in self.programs])
+
+    def known(self, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]]:
+        """Return the program for what the losses read at present, and that; raise `Unread` if none fits."""
         with torch.enable_grad():
-            readings = [reader.known(given.losses) for reader in self.readers]
+            readings = _look(self.readers, losses)
         found = self._find(readings)
         if found is None:
             raise Unread
-        return found, self._arguments(readings, given)
+        return found, [t for reading in readings for t in reading.tensors]
 
     def _find(self, readings: Sequence[Reading]) -> StepProgram | None:
         graphs = [reading.graph for reading in readings]
@@ -203,19 +211,19 @@ class StepReader:
                     losses[role].stacked = losses[f"{role} stacked"]
             results = self.pure(losses, given.tasks, drawn, random, state)
             flat_results, out["structure"] = tree_flatten(results)
-            given_at = {id(t): ("argument", k) for k, t in enumerate(tensors)}
-            made: dict[int, tuple[str, int]] = {}
+            given_at = {id(t): k for k, t in enumerate(tensors)}
+            made: dict[int, int] = {}
             returned: list[Tensor] = []
 
-            def place(leaf: Any) -> tuple[str, Any]:
+            def place(leaf: Any) -> Any:
                 if not isinstance(leaf, Tensor):
-                    return "constant", leaf
+                    return leaf
                 if id(leaf) in given_at:
-                    return given_at[id(leaf)]
+                    return _Early("argument", given_at[id(leaf)])
                 if id(leaf) not in made:
-                    made[id(leaf)] = "result", len(returned)
+                    made[id(leaf)] = len(returned)
                     returned.append(leaf)
-                return made[id(leaf)]
+                return _Early("result", made[id(leaf)])
 
             out["results"] = [place(leaf) for leaf in flat_results]
             out["next"] = self._next(state, results, place)
@@ -228,16 +236,22 @@ class StepReader:
         with tracing(), mode, torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
             graph = make_fx(step, get_decompositions(_WRITES))(*fakes)  # type: ignore[arg-type]
         out.pop("kept")
-        places = _simplified(graph)
-        for name in ("results", "next"):
-            out[name] = out[name] and [places[at] if kind == "result" else (kind, at) for kind, at in out[name]]
-        program = self._backend(graph, fakes, arguments)
-        return StepProgram(program, first, out["results"], out["structure"], out["next"])
+        at, count = _simplified(graph)
 
-    def _next(
-        self, state: State, results: dict[str, Any], place: Callable[[Any], tuple[str, Any]]
-    ) -> list[tuple[str, int]] | None:
-        """Return the places of the leaves of the next step's state; None if its structure differs."""
+        def final(leaf: Any) -> Any:
+            """Return the place of a tensor among the results and the arguments of the simplified graph."""
+            if not isinstance(leaf, _Early):
+                return leaf
+            kind, k = at[leaf.position] if leaf.kind == "result" else leaf
+            return Place(k if kind == "result" else count + k)
+
+        results = tree_unflatten([*map(final, out["results"])], out["structure"])
+        following = out["next"] and [*map(final, out["next"])]
+        program = self._backend(graph, fakes, arguments)
+        return StepProgram(program, first, results, following, self.pure)
+
+    def _next(self, state: State, results: dict[str, Any], place: Callable[[Any], Any]) -> list[Any] | None:
+        """Return the places of the tensors of the next step's state; None if its structure differs."""
         before, after = tree_flatten(state), tree_flatten(following(state, results))
         if before[1] != after[1] or results["writes"] or (results["moved"] or {}).get("writes"):
             return None
@@ -246,33 +260,20 @@ class StepReader:
         return [place(new) for new in after[0] if isinstance(new, Tensor)]
 
 
-def _builder(
-    places: Sequence[tuple[str, Any]], structure: Any
-) -> Callable[[Sequence[Tensor], Sequence[Tensor]], dict[str, Any]]:
-    """Return a function that puts nested results together, in less time than ``tree_unflatten``."""
-    nested = tree_unflatten([_Leaf(place) for place in places], structure)
-
-    def built(part: Any, results: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
-        kind = type(part)
-        if kind is _Leaf:
-            where, at = part.place
-            return results[at] if where == "result" else arguments[at] if where == "argument" else at
-        if kind is dict:
-            return {name: built(own, results, arguments) for name, own in part.items()}
-        if kind is tuple:
-            return tuple([built(own, results, arguments) for own in part])
-        return [built(own, results, arguments) for own in part]
-
-    return lambda results, arguments: built(nested, results, arguments)
+@dynamo.run  # one switch of Dynamo for all looks
+def _look(readers: Sequence[Reader], losses: Mapping[str, Any]) -> list[Reading]:
+    return [reader.known(losses) for reader in readers]
 
 
-class _Leaf:
-    def __init__(self, place: tuple[str, Any]) -> None:
-        self.place = place
+class _Early(NamedTuple):
+    """The place of a tensor before a graph is simplified: ``"result"`` or ``"argument"``, and its position."""
+
+    kind: str
+    position: int
 
 
-def _simplified(module: GraphModule) -> list[tuple[str, int]]:
-    """Let a graph return each tensor that it computes once; return the places of its former results."""
+def _simplified(module: GraphModule) -> tuple[list[tuple[str, int]], int]:
+    """Let a graph return each tensor that it computes once; return the places of its former results, and how many."""
     graph = module.graph
     given = [node for node in graph.nodes if node.op == "placeholder"]
     for node in list(graph.nodes):
@@ -292,7 +293,7 @@ def _simplified(module: GraphModule) -> list[tuple[str, int]]:
     for node in graph.nodes:
         node.meta = {}  # it holds tensors without values
     module.recompile()
-    return places
+    return places, len(returned)
 
 
 # Their schemas do not say that they write running statistics; those of their decompositions do.

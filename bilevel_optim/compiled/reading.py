@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo as dynamo
 from torch import Tensor
 from torch._dynamo.eval_frame import remove_from_cache
 from torch.fx import GraphModule, Interpreter, Node
@@ -200,7 +199,7 @@ class Reader:
         code = read.__code__.replace(co_name=f"read_{next(_NUMBERS)}")
         own = types.FunctionType(code, read.__globals__, code.co_name, None, read.__closure__)
         weakref.finalize(own, remove_from_cache, code).atexit = False
-        self._known: Callable[..., Any] = dynamo.run(own)
+        self._known: Callable[..., Any] = own  # to be called inside `dynamo.run`
         self._compile: Callable[..., Any] = torch.compile(
             own,
             fullgraph=True,
@@ -210,7 +209,7 @@ class Reader:
         )
 
     def known(self, losses: Mapping[str, Any]) -> Reading:
-        """Look at the function; raise `Unread` if the present state has no graph yet."""
+        """Look at the function inside `dynamo.run`; raise `Unread` if the present state has no graph yet."""
         return self._look(self._known, losses)
 
     def compile(self, losses: Mapping[str, Any]) -> Reading:

@@ -28,14 +28,13 @@ from ..optimizer.options import FROM_ZERO, TRUE_OR_FALSE
 from ..optimizer.progress import STILL
 from ..optimizer.state import TABLE
 from ..optimizer.step import StepInputs, StepResults, replace
-from ..optimizer.transaction import Write, make, writes_of
+from ..optimizer.transaction import Write, make
 from ..oracle.buffers import unnoted
 from ..oracle.hooks import any_hooks
 from ..oracle.oracle import Oracle
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import LEVELS, by_level, is_number, require, require_rates
 from ..problem.random import draw_random_inputs, preserve_rng
-from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from ..solvers.lower import is_known
 from .alone import gradients_aside, hold_tracing_lock
@@ -43,7 +42,9 @@ from .backend import maker_of
 from .chain import Chain
 from .compare import Accepted, mismatch, perturbed_by_rounding
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks, in_a_row
-from .forms import leaves, set_apart
+from .forms import form_of, leaves
+from .gain import LOOKS, Gain
+from .places import StatePlaces, Writer, buffer_writes, table_at
 from .program import Call, Given, StepProgram, StepReader, leaves_of
 from .pure import PureStep, State, results_of, state_of
 from .reading import Unread, WantsConstants
@@ -120,10 +121,12 @@ class Entry:
         draws: draws of each step (without tasks from `in_a_row`); None if the method has to be asked.
         draw_all: draws all that a step needs, for a method that chooses its own tasks.
         pure: the step as a function; None until the state has settled.
+        places: where its state lives; known with ``pure``.
         compiled: form of the data and the function compiled for it, the last used first.
         reasons: code of the losses -> why steps with such losses run eagerly.
         uses: number of uses since the last compilation.
         count: number of compilations.
+        gain: their times.
     """
 
     def __init__(self, key: Any) -> None:
@@ -132,9 +135,11 @@ class Entry:
         self.draws: Sequence[Any] | None = None
         self.draw_all: Callable[[Any, Mapping[str, Tensor]], Any] | None = None
         self.pure: PureStep | None = None
+        self.places: StatePlaces | None = None
         self.compiled: list[tuple[Any, StepReader]] = []
         self.reasons: dict[Any, str] = {}
         self.uses = self.count = 0
+        self.gain = Gain()
 
     def columns(self, sources: Sources, count: int) -> list[tuple[Sequence[Any], int]] | None:
         """Return all batches of ``count`` steps and the number of batches that one step draws, for each source.
@@ -213,6 +218,7 @@ class CompiledSteps:
         self._new = 0  # steps in a row of a new kind
         self._rates: tuple[list[Any], list[Tensor]] = ([], [])
         self._most = FIRST
+        self._told = ""  # what the last compilation has gained
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), (self.optimizer, self.settings)  # a copy of an optimizer compiles its own steps
@@ -257,10 +263,17 @@ class CompiledSteps:
         sources = _sources(upper, lower, tasks)
         place = self._place(sources)
         try:
-            return self._step(sources, update)
+            loss = self._step(sources, update)
         except BaseException:
             self._return_to(sources, place)
             raise
+        self._tell_gain()
+        return loss
+
+    def _tell_gain(self) -> None:
+        """Add what compilation has gained to the diagnostics of a step, once it is known."""
+        if self._told:
+            self.optimizer._diagnostics["compile"] = self._told
 
     def _step(self, sources: Sources, update: bool) -> Tensor:
         entry = self._entry(sources, update)
@@ -277,16 +290,18 @@ class CompiledSteps:
             return self._beside_eager(entry, inputs, update)
         with torch.no_grad():
             try:
-                results = self._run_known(entry, self._given(inputs, self._state(entry.pure)))
+                _, program, arguments = self._ready(entry, inputs)
             except (Unread, Refused):
-                results = None
-            if results is not None:
+                ready = False
+            else:
+                ready, call = True, program(arguments)
                 entry.uses += 1
-                if not (self.optimizer.check_finite and self._troubled(results["alerts"], results["flags"].tolist())):
-                    self._write(entry, results, update)
-                    loss: Tensor = results["loss"]
+                values, writer = call.values, program.writer
+                if not (self.optimizer.check_finite and self._troubled(writer, values[writer.flags].tolist())):
+                    self._write(entry, program, call, values, update)
+                    loss: Tensor = values[writer.loss]
                     return loss
-        if results is None:
+        if not ready:
             return self._beside_eager(entry, inputs, update)
         return self._eager(self._again(inputs), update, inputs.random)
 
@@ -461,22 +476,25 @@ class CompiledSteps:
         transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
         code, reason = _code(inputs.sources), ""
         with transaction:
+            began = time.perf_counter()
             given = optimizer._step_inputs(oracle, groups, inputs.random)
             buffers = optimizer._run_state.buffers.changing()
             state = self._read(given, oracle, [t.clone() for t in buffers])
             results = optimizer._compute(oracle, given, sources.tasks, update=update and not host)
             transaction.conclude()
+            eager = time.perf_counter() - began
             left: Sequence[Write] = []
             try:
                 self._require_compilable(oracle)
                 if entry.pure is None:
                     entry.pure = PureStep(optimizer, oracle, given, update and not host, buffers)
-                found = self._compared(entry, inputs, state, results, oracle)
+                    entry.places = StatePlaces(optimizer, entry.pure, self._now)
+                found = self._compared(entry, inputs, state, results, oracle, eager)
                 if found.what:
                     reason = self._reason = DIFFERS.format(found.what)
                     self._entries.clear()
                 else:
-                    results, left = found.results, _buffer_writes(entry.pure, found.buffers)
+                    results, left = found.results, buffer_writes(entry.pure, found.buffers)
             except Exception as error:
                 reason = reason_of(error)
                 if not isinstance(error, Full):
@@ -505,15 +523,26 @@ class CompiledSteps:
                     "AdamW, or bo.AGD, without hooks"
                 )
 
-    def _compared(self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle) -> Compared:
-        """Return the results of a compiled step, compiled now if need be, and what differs from the eager step."""
-        given = self._given(inputs, state)
+    def _compared(
+        self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle, eager: float
+    ) -> Compared:
+        """Return the results of a compiled step, compiled now if need be, and what differs from the eager step.
+
+        ``eager`` is the time that the eager step has taken.
+        """
+        given, began, graphs = self._given(inputs, state), time.perf_counter(), entry.count
         found = self._run_or_compile(entry, given)
+        found["flags"].tolist()  # waits for a device
+        seconds = time.perf_counter() - began
+        if entry.count > graphs:
+            entry.gain.compilation += seconds
+        else:
+            self._weigh(entry.gain, eager, seconds)
         optimizer, settings, name, pure = self.optimizer, self.settings, self.optimizer._difference_step, entry.pure
         divisor = 1.0 if name is None else min(getattr(optimizer, name), 1.0)
         accepted = Accepted(settings.rtol, settings.atol, divisor)
         assert pure is not None
-        results = partial(results_of, table_of=partial(_table, optimizer, pure))
+        results = partial(results_of, table_of=partial(table_at, optimizer, pure))
         tables = {id(t): name for entries in optimizer.state.values() for name, t in entries.items()}
 
         def part(write: RowWrite) -> str:
@@ -529,31 +558,53 @@ class CompiledSteps:
                 what = mismatch(right, made, oracle.x, oracle.y, accepted, part, results(otherwise))
         return Compared(made, found["buffers"], what)
 
+    def _weigh(self, gain: Gain, eager: float, compiled: float) -> None:
+        """Note the times of a step that was made both ways; report the gain once, and warn if there is none."""
+        gain.note(eager, compiled)
+        if gain.looks == LOOKS and self.settings.backend == "inductor":
+            self._told = gain.text
+            if not gain.pays:
+                warn(f"{gain.text}: leave out compile()")
+
     # ------------------------------------------------------------------------------------------------ programs
 
     def _given(self, inputs: Inputs, state: State) -> Given:
         """Return the arguments of a step."""
-        sources, drawn = inputs.sources, set_apart(inputs.drawn)
-        return Given(_functions(self.optimizer, sources), sources.tasks, drawn, inputs.random, state)
+        sources = inputs.sources
+        return Given(_functions(self.optimizer, sources), sources.tasks, inputs.drawn, inputs.random, state)
 
-    def _known(self, entry: Entry, given: Given) -> tuple[StepReader, StepProgram, list[Tensor]]:
-        """Return a program for this step with its reader and its arguments; raise `Unread` if none fits."""
-        for i, (form, reader) in enumerate(entry.compiled):
-            if form == given.form:
+    def _ready(self, entry: Entry, inputs: Inputs) -> tuple[StepReader, StepProgram, list[Tensor]]:
+        """Return a program for the next step with its reader and its arguments; raise `Unread` if none fits."""
+        assert entry.places is not None
+        tensors: list[Tensor] = []
+        data = form_of((inputs.drawn, inputs.random), tensors)
+        state, form = entry.places.read()
+        reader = self._reader(entry, (data, form))
+        program, reads = self._read_by(reader, _functions(self.optimizer, inputs.sources))
+        return reader, program, [*reads, *tensors, *state]
+
+    def _reader(self, entry: Entry, form: Any) -> StepReader:
+        """Return the reader for data and a state of this form; raise `Unread` if there is none."""
+        for i, (own, reader) in enumerate(entry.compiled):
+            if own == form:
                 if i:
                     entry.compiled.insert(0, entry.compiled.pop(i))
-                try:
-                    return reader, *reader.known(given)
-                except Unread:
-                    raise
-                except Exception as error:  # the losses have changed in a way that torch's guards do not see
-                    raise Unread from error
+                return reader
         raise Unread
+
+    def _read_by(self, reader: StepReader, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]]:
+        """Return the program for what the losses read at present, and that; raise `Unread` if none fits."""
+        try:
+            return reader.known(losses)
+        except Unread:
+            raise
+        except Exception as error:  # the losses have changed in a way that torch's guards do not see
+            raise Unread from error
 
     def _run_known(self, entry: Entry, given: Given) -> dict[str, Any]:
         """Run a compiled program for this step, without gradients; raise `Unread` if none fits."""
-        _, program, arguments = self._known(entry, given)
-        return program.results(program(arguments))
+        program, reads = self._read_by(self._reader(entry, given.form), given.losses)
+        return program.results(program([*reads, *given.tensors]))
 
     def _run_or_compile(self, entry: Entry, given: Given) -> dict[str, Any]:
         """Run a compiled program for this step; compile it now if none fits."""
@@ -616,13 +667,6 @@ class CompiledSteps:
         finally:
             python_random.setstate(before)
 
-    def _state(self, pure: PureStep) -> State:
-        """Return the state that the next compiled step reads, from the optimizer and the live tensors."""
-        optimizer = self.optimizer
-        x, y = [t.detach() for t in pure.live_x], [t.detach() for t in pure.live_y]
-        known = optimizer._remembered(pure.live_x, pure.live_y)
-        return state_of(known, optimizer.numbers, x, y, pure.buffers, self._now(y[0].device))
-
     def _read(self, inputs: StepInputs, oracle: Oracle, buffers: Sequence[Tensor]) -> State:
         """Return the state that an eager step reads, from its inputs and oracle."""
         return state_of(vars(inputs), inputs.numbers, oracle.x, oracle.y, buffers, self._now(oracle.device))
@@ -643,30 +687,36 @@ class CompiledSteps:
             self._rates = values, made
         return made
 
-    def _troubled(self, keys: Sequence[str], flags: Sequence[bool]) -> bool:
+    def _troubled(self, writer: Writer, flags: Sequence[bool]) -> bool:
         """Return True if a step has to be repeated eagerly: something is not finite, or an alert is on."""
         if not any(flags):
             return False
         amiss, *raised = flags
         optimizer = self.optimizer
-        on = {key for key, is_on in zip(keys, raised, strict=True) if is_on}
+        on = {key for key, is_on in zip(writer.alerts, raised, strict=True) if is_on}
         return bool(amiss) or not on <= optimizer._run_state.warned or optimizer._reacts_to(optimizer.numbers) in on
 
-    def _write(self, entry: Entry, results: dict[str, Any], update: bool, times: int = 1) -> None:
-        """Write the results of a step, the last of ``times``, without gradients."""
-        optimizer, state, pure = self.optimizer, self.optimizer._run_state, entry.pure
-        assert pure is not None
+    def _write(
+        self,
+        entry: Entry,
+        program: StepProgram,
+        call: Call,
+        values: Sequence[Tensor],
+        update: bool,
+        times: int = 1,
+    ) -> None:
+        """Write the results of a step, the last of ``times``, without gradients; ``values`` are those of the call."""
+        optimizer, state, writer = self.optimizer, self.optimizer._run_state, program.writer
         after = {
-            "counts": {name: n + times * results["counts"][name] for name, n in state.counts.items()},
+            "counts": {name: n + times * writer.counts[name] for name, n in state.counts.items()},
             "steps": state.steps + times,
-            "last_loss": results["loss"],
+            "last_loss": values[writer.loss],
         }
-        estimate, moved = results_of(results, partial(_table, optimizer, pure))
-        writes = writes_of(optimizer.state, pure.live_x, pure.live_y, estimate, moved)
-        writes += _buffer_writes(pure, results["buffers"])
-        numbers = {**results["plain"], **results["numbers"]}
-        writes += optimizer._result_writes(results["diagnostics"], numbers, state.found, after)
+        writes = writer.writes(optimizer, values, after)
         if update and self._moves_on_host:
+            pure = entry.pure
+            assert pure is not None
+            estimate, _ = results_of(program.results(call), partial(table_at, optimizer, pure))
             writes += optimizer._update_writes_after(estimate, pure.live_x, pure.live_y)
         make(writes)
 
@@ -695,7 +745,7 @@ class CompiledSteps:
         now, numbers = optimizer._run_state.steps, optimizer.numbers | sources.terms
         most = min(most, entry.unwatched, STILL - 1 - now if now < STILL else most)
         most = next((k for k in range(1, most) if optimizer._graph_key(now + k, numbers) != entry.key[2]), most)
-        if most < 2 or self._moves_on_host or not sources.are_lists:
+        if most < 2 or self._moves_on_host or not sources.are_lists or not entry.compiled[0][1].may_follow:
             return None
         began, place = time.monotonic(), self._place(sources)
         try:
@@ -708,25 +758,23 @@ class CompiledSteps:
             return None
         each = max(time.monotonic() - began, 1e-9) / len(found)
         self._most = min(max(int(AT_RISK / each), 1), CHECKED_EVERY)
+        self._tell_gain()
         return found
 
     def _follow_chain(self, entry: Entry, sources: Sources, most: int) -> Tensor | None:
         """Run at most ``most`` steps as a chain, and write the last; return the losses of those that passed, if any."""
         optimizer, pure = self.optimizer, entry.pure
         assert pure is not None
-        place, state = self._place(sources), self._state(pure)
-        inputs = self._drawn(entry, sources)
+        place, inputs = self._place(sources), self._drawn(entry, sources)
         if inputs is None:
             return None
         try:
-            given = self._given(inputs, state)
             with torch.no_grad():
-                reader, program, arguments = self._known(entry, given)
+                reader, program, arguments = self._ready(entry, inputs)
                 first = program(arguments)
         except (Unread, Refused):
             return None
-        results = program.results(first)
-        chain = self._chain(reader, program, first, results, given)
+        chain = self._chain(reader, program, first, inputs)
         if chain is None or chain.shares_memory(first, [*pure.live_x, *pure.live_y, *pure.buffers]):
             return None
         data, complete = self._ahead(entry, sources, chain, most - 1)
@@ -734,7 +782,7 @@ class CompiledSteps:
         sound = len(losses)
         if optimizer.check_finite:
             known = optimizer._run_state.warned - {optimizer._reacts_to(optimizer.numbers)}
-            matters = [True] + [key not in known for key in results["alerts"]]
+            matters = [True] + [key not in known for key in program.writer.alerts]
             told = torch.stack(flags).tolist()  # one wait for all
             for k, on in enumerate(told if any(map(any, told)) else ()):
                 if any(flag and needed for flag, needed in zip(on, matters, strict=True)):
@@ -749,19 +797,17 @@ class CompiledSteps:
             losses, _, last = chain.follow(first, data[: sound - 1])
         entry.uses += sound
         with torch.no_grad():
-            self._write(entry, program.results(last), True, sound)
+            self._write(entry, program, last, last.values, True, sound)
         return torch.stack(losses)
 
-    def _chain(
-        self, reader: StepReader, program: StepProgram, first: Call, results: dict[str, Any], given: Given
-    ) -> Chain | None:
+    def _chain(self, reader: StepReader, program: StepProgram, first: Call, inputs: Inputs) -> Chain | None:
         """Return the chain of a program's calls; None if a step cannot follow before the one before is written."""
         if program.next_state is None:
             return None
         found: Chain | None = reader.chains.get(id(program))
         if found is None:
-            drawn = leaves_of(given.drawn, given.random)
-            found = reader.chains[id(program)] = Chain(program, first.arguments, results, drawn)
+            drawn = leaves_of(inputs.drawn, inputs.random)
+            found = reader.chains[id(program)] = Chain(program, first.arguments, len(first.results), drawn)
         return found
 
     def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> tuple[list[Sequence[Any]], bool]:
@@ -792,14 +838,14 @@ class CompiledSteps:
             data.append(own)
         return data, True
 
-    def _place(self, sources: Sources) -> Place:
+    def _place(self, sources: Sources) -> Positions:
         marks = [objective.mark() for objective in sources.objectives.values()]
         if sources.draw_in_order and not self.optimizer._random_inputs():
-            return Place(marks, None, None)  # an eager step rewinds what its evaluations draw
+            return Positions(marks, None, None)  # an eager step rewinds what its evaluations draw
         own = None if self.optimizer.generator is None else self.optimizer.generator.get_state()
-        return Place(marks, own, torch.get_rng_state())
+        return Positions(marks, own, torch.get_rng_state())
 
-    def _return_to(self, sources: Sources, place: Place) -> None:
+    def _return_to(self, sources: Sources, place: Positions) -> None:
         """Rewind all draws to a place."""
         for objective, mark in zip(sources.objectives.values(), place.marks, strict=True):
             objective.rewind(mark)
@@ -809,30 +855,12 @@ class CompiledSteps:
             torch.set_rng_state(place.default)
 
 
-class Place(NamedTuple):
+class Positions(NamedTuple):
     """Positions of draws: in the data, and the states of the optimizer's generator and of torch's, if they advance."""
 
     marks: list[tuple[Any, ...]]
     own: Tensor | None
     default: Tensor | None
-
-
-def _buffer_writes(pure: PureStep, left: Sequence[Tensor]) -> list[Write]:
-    if not left:
-        return []
-    pairs = [pair for pair in zip(pure.buffers, left, strict=True) if pair[0] is not pair[1]]
-    return [partial(Vector(live for live, _ in pairs).copy_, [value for _, value in pairs])] if pairs else []
-
-
-def _table(optimizer: Method, pure: PureStep, place: tuple[str, str, int]) -> Tensor:
-    """Return the live table at a place in the state."""
-    level, name, i = place
-    if level == "y":
-        table: Tensor = pure.live_y[i].detach()
-        return table
-    entries = optimizer.state[pure.live_x[i] if level == "upper_memory" else pure.live_y[i]]
-    found: Tensor = entries[TABLE + name if level == "tables" else name]
-    return found
 
 
 def _functions(optimizer: Method, sources: Sources) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class BilevelOptimizer(Method):
     lower parameters y. Each group has a ``"level"`` (``"upper"`` or ``"lower"``) and its own ``"lr"``, which schedulers
     may change.
 
-    Each method is a subclass. Its :meth:`estimate` improves y and estimates the hypergradient; its :meth:`update` moves
+    Each method is a subclass. Its ``estimate`` improves y and estimates the hypergradient; its ``update`` moves
     x. Both return new values and write nothing: this class checks the values, then writes them. From ``self`` they read
     hyperparameters only.
 

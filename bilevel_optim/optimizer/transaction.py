@@ -22,7 +22,7 @@ from ..problem.vector import Vector, is_sharded
 from .state import UPPER_SOLVER, State, remember, remember_solver, remember_tables, write_rows
 from .step import Update
 
-__all__ = ["Transaction", "Write", "make", "undo_of", "writes_of", "writes_of_update"]
+__all__ = ["Transaction", "Write", "make", "set_gradients", "undo_of", "writes_of", "writes_of_update"]
 
 Write = Callable[[], object]
 CPU = torch.device("cpu")
@@ -185,7 +185,7 @@ def writes_of(
     # Copies, because gradients are clipped in place.
     gradients = [gradient.detach().clone() for gradient in estimate.gradient]
     writes: list[Write] = [partial(write_rows, estimate.writes)] if estimate.writes else []
-    writes.append(partial(_set_gradients, x, gradients))
+    writes.append(partial(set_gradients, x, gradients))
     if estimate.memory:
         writes.append(partial(remember, state, y, estimate.memory))
     if estimate.upper_memory:
@@ -242,7 +242,7 @@ def undo_of(state: State, x: Sequence[Tensor], y: Sequence[Tensor]) -> Callable[
                 state.pop(p, None)
             else:
                 state[p] = own
-        _set_gradients(x, gradients)
+        set_gradients(x, gradients)
 
     return undo
 
@@ -257,6 +257,7 @@ def _write_values(live: Vector, values: Sequence[Tensor]) -> None:
     live.copy_(values)
 
 
-def _set_gradients(x: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def set_gradients(x: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Set ``.grad`` of the upper tensors."""
     for parameter, gradient in zip(x, gradients, strict=True):
         parameter.grad = gradient

@@ -71,7 +71,7 @@ momentum = partial(torch.optim.SGD, momentum=0.9)
 # The filters grow, and the largest curvature with them, from 150 to 4,700 of these
 # units. Momentum stays stable up to 3.8 / lower_lr: 19,000.
 steps_below = {"lower_lr": 0.0002 * n, "lower_steps": 20, "lower_optimizer": momentum}
-system = {"linear_solver": "minres", "linear_steps": 10, "damping": 10 / n}
+system = {"linear_solver": "minres", "linear_steps": 15, "damping": 10 / n}
 optimizer = bo.AID([filters, scales], [image], lr=1, **steps_below, **system)
 adam, curve = torch.optim.Adam([filters, scales], lr=0.02), []
 for _ in range(steps):

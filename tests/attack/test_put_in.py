@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.compiled import reading
+from bilevel_optim.compiled import places, reading
 from bilevel_optim.compiled import steps as compiled_steps
 from bilevel_optim.compiled.chain import Chain
 from bilevel_optim.compiled.draws import Sources
@@ -117,8 +117,13 @@ def no_guards(patch):
 
 
 def first_state(patch):
-    state = CompiledSteps._state
-    patch.setattr(CompiledSteps, "_state", lambda self, pure: vars(self).setdefault("first", state(self, pure)))
+    read = places.StatePlaces.read
+
+    def first(self):
+        tensors, form = read(self)
+        return vars(self).setdefault("first", [t.clone() for t in tensors]), form
+
+    patch.setattr(places.StatePlaces, "read", first)
 
 
 def options_not_in_the_key(patch):
@@ -140,21 +145,11 @@ def no_hooks(patch):
 
 
 def memory_not_written(patch):
-    write = CompiledSteps._write
-    patch.setattr(CompiledSteps, "_write", lambda self, entry, results, *a: write(self, entry, bare(results), *a))
-
-
-def bare(results):
-    return {**results, "memory": {}}
+    patch.setattr(places, "remember", lambda *_: None)
 
 
 def buffers_not_written(patch):
-    write = CompiledSteps._write
-
-    def forgetful(self, entry, results, *arguments):
-        write(self, entry, {**results, "buffers": entry.pure.buffers}, *arguments)
-
-    patch.setattr(CompiledSteps, "_write", forgetful)
+    patch.setattr(places, "buffer_writes", lambda *_: [])
 
 
 def flags_not_read(patch):

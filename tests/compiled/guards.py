@@ -34,6 +34,7 @@ class Gradient:
         return {
             **NOTHING,
             "loss": value.detach(),
+            "gradient": [],
             "gradients": [*gradients],
             "lower": None,
             "writes": [],
@@ -44,7 +45,7 @@ class Gradient:
 # Entries of a state, and of a step's results, that this step has not.
 NOTHING = {
     "buffers": [], "rates": [], "memory": {}, "upper_memory": {}, "tables": {}, "solver": None, "upper_solver": None,
-    "numbers": {},
+    "numbers": {}, "plain": {}, "diagnostics": {}, "counts": {}, "alerts": [], "flags": None,
 }  # fmt: skip
 
 

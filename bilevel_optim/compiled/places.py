@@ -1,0 +1,209 @@
+"""Places of a compiled step's state and results, found once and used by each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..hypergradient.estimate import Write as RowWrite
+from ..optimizer.method import Method
+from ..optimizer.state import (
+    SOLVER,
+    TABLE,
+    UPPER_SOLVER,
+    remember,
+    remember_solver,
+    remember_tables,
+    write_rows,
+)
+from ..optimizer.transaction import Write, set_gradients
+from ..problem.vector import Vector
+from .forms import form_of, form_of_tensor
+from .pure import PureStep, state_of
+
+__all__ = ["Place", "StatePlaces", "Writer", "buffer_writes", "picked", "table_at"]
+
+
+class StatePlaces:
+    """The places of a step's state: entries of the optimizer's state, live tensors, buffers, and learning rates.
+
+    Args:
+        optimizer: the optimizer.
+        pure: the step.
+        rates: returns the learning rates as tensors on a device.
+    """
+
+    def __init__(self, optimizer: Method, pure: PureStep, rates: Callable[[torch.device], list[Tensor]]) -> None:
+        self._optimizer, self._pure, self._rates = optimizer, pure, rates
+        self._live = [*pure.live_x, *pure.live_y]
+        self._form: Any = None
+        self._found = False  # the rest is known
+        self._kept: list[Any] = []  # options on which the state depends, and names of tensors among the numbers
+        self._names: list[tuple[Tensor, dict[str, Any] | None, list[str]]] = []  # all entries of each live tensor
+        self._entries: list[tuple[dict[str, Any], str]] = []  # those that are tensors, in order
+        self._constants: list[tuple[dict[str, Any], str, Any]] = []  # those that are not
+        self._forms: list[Any] = []
+
+    def read(self) -> tuple[list[Tensor], Any]:
+        """Return the tensors of the state, in order, and its form."""
+        found = self._at_known_places() if self._found else None
+        return self._search() if found is None else (found, self._form)
+
+    def _at_known_places(self) -> list[Tensor] | None:
+        """Return the tensors of the state; None if something else has changed than their values."""
+        state = self._optimizer.state
+        if self._options() != self._kept:
+            return None
+        for parameter, entries, names in self._names:
+            own = state.get(parameter)
+            if own is not entries or (own is not None and [*own] != names):
+                return None
+        if self._constants and any([entries[name] != value for entries, name, value in self._constants]):
+            return None
+        tensors = [t.detach() for t in self._live]
+        tensors += self._pure.buffers
+        tensors += self._rates(tensors[-1].device)
+        tensors += [entries[name] for entries, name in self._entries]
+        tensors += [value for value in self._optimizer.numbers.values() if isinstance(value, Tensor)]
+        if not all([isinstance(t, Tensor) for t in tensors]):
+            return None
+        forms = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
+        return tensors if forms == self._forms else None
+
+    def _options(self) -> list[Any]:
+        optimizer = self._optimizer
+        names = [name for name, value in optimizer.numbers.items() if isinstance(value, Tensor)]
+        return [optimizer.warm_start, optimizer.lower_init is None, optimizer._placeholders, *names]
+
+    def _search(self) -> tuple[list[Tensor], Any]:
+        optimizer, (x, y) = self._optimizer, (self._pure.live_x, self._pure.live_y)
+        known = optimizer._remembered(x, y)
+        now = self._rates(y[0].device)
+        own = [t.detach() for t in x], [t.detach() for t in y]
+        tensors: list[Tensor] = []
+        self._form = form_of(state_of(known, optimizer.numbers, *own, self._pure.buffers, now), tensors)
+        self._forms, self._kept = [*map(form_of_tensor, tensors)], self._options()
+        state = optimizer.state
+        self._names = [(p, state.get(p), [*state.get(p, ())]) for p in (*x, *y)]
+        places = [(state[p], name) for name in known["memory"] for p in y]
+        places += [(state[p], name) for name in known["upper_memory"] for p in x]
+        places += [(state[y[0]], TABLE + name) for name in known["tables"]]
+        for prefix, level in ((SOLVER, y), (UPPER_SOLVER, x)):
+            memory = known["solver" if prefix == SOLVER else "upper_solver"] or ()
+            places += [(state[p], prefix + name) for p, entries in zip(level, memory, strict=False) for name in entries]
+        self._entries = [(entries, name) for entries, name in places if isinstance(entries[name], Tensor)]
+        self._constants = [(entries, name, v) for entries, name in places if not isinstance(v := entries[name], Tensor)]
+        self._found = True
+        again = self._at_known_places()
+        self._found = again is not None and _are_the_same(again[len(self._live) :], tensors[len(self._live) :])
+        return tensors, self._form
+
+
+def _are_the_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(a is b for a, b in zip(tensors, others, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ results
+
+
+class Place(int):
+    """The place of a tensor among the results of a step's program and, after them, its arguments."""
+
+
+def picked(part: Any, values: Sequence[Tensor]) -> Any:
+    """Return nested results with a tensor in each `Place`."""
+    kind = type(part)
+    if kind is Place:
+        return values[part]
+    if kind is dict:
+        return {name: picked(own, values) for name, own in part.items()}
+    if kind is tuple:
+        return tuple([picked(own, values) for own in part])
+    return [picked(own, values) for own in part] if kind is list else part
+
+
+class Writer:
+    """Writes the results of a step's program, without putting them together as an estimate.
+
+    Args:
+        results: the step's results, from a `PureStep`, with a `Place` for each tensor.
+        pure: the step.
+
+    Attributes:
+        loss, flags: the places of these results.
+        alerts: what the flags after the first one are for.
+        counts: oracle calls.
+    """
+
+    def __init__(self, results: Mapping[str, Any], pure: PureStep) -> None:
+        moved: Mapping[str, Any] = results["moved"] or {}
+        self.loss, self.flags = results["loss"], results["flags"]
+        self.alerts, self.counts = results["alerts"], results["counts"]
+        self._gradient, self._diagnostics = results["gradient"], results["diagnostics"]
+        self._numbers = {**results["plain"], **results["numbers"]}
+        self._pure, self._x = pure, pure.live_x
+        y, self._buffers = pure.live_y, results["buffers"]
+        self._rows = [*results["writes"], *moved.get("writes", ())]
+        self._stored: list[tuple[Callable[..., None], Sequence[Tensor], Any, tuple[str, ...]]] = []
+        for store, live, what, *further in (
+            (remember, y, results["memory"]),
+            (remember, self._x, results["upper_memory"]),
+            (remember_tables, y, results["tables"]),
+            (remember_solver, y, results["solver"]),
+            (remember, self._x, moved.get("upper_memory")),
+            (remember_solver, self._x, moved.get("solver"), UPPER_SOLVER),
+        ):
+            if what if store is not remember_solver else what is not None:
+                self._stored.append((store, live, what, tuple(further)))
+        lower = results["lower"] if moved.get("lower") is None else moved["lower"]
+        live = [] if lower is None else [*zip(y, lower, strict=True)]
+        live += [] if not moved else zip(self._x, moved["x"], strict=True)
+        self._live, self._values = Vector([t for t, _ in live]), [place for _, place in live]
+
+    def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any], gain: str = "") -> list[Write]:
+        """Return the writes of a call's results, in the order of `writes_of`.
+
+        Args:
+            optimizer: the optimizer.
+            values: the tensors at the places.
+            after: the run state after the step.
+            gain: what compilation has gained, for the diagnostics.
+        """
+        found: list[Write] = []
+        if self._rows:
+            rows = [
+                RowWrite(table_at(optimizer, self._pure, place), picked(which, values), values[new])
+                for place, which, new in self._rows
+            ]
+            found.append(partial(write_rows, rows))
+        # Copies, because gradients are clipped in place.
+        found.append(partial(set_gradients, self._x, [values[place].detach().clone() for place in self._gradient]))
+        for store, live, what, further in self._stored:
+            found.append(partial(store, optimizer.state, live, picked(what, values), *further))
+        if self._values:  # last, because the state may hold the old ones
+            found.append(partial(self._live.copy_, [values[place] for place in self._values]))
+        if self._buffers:
+            found += buffer_writes(self._pure, [values[place] for place in self._buffers])
+        figures, numbers = picked(self._diagnostics, values), picked(self._numbers, values)
+        return found + optimizer._result_writes(figures, numbers, optimizer._run_state.found, after)
+
+
+def buffer_writes(pure: PureStep, left: Sequence[Tensor]) -> list[Write]:
+    """Return the writes of new values of the module buffers."""
+    pairs = [pair for pair in zip(pure.buffers, left, strict=True) if pair[0] is not pair[1]] if left else []
+    return [partial(Vector(live for live, _ in pairs).copy_, [value for _, value in pairs])] if pairs else []
+
+
+def table_at(optimizer: Method, pure: PureStep, place: tuple[str, str, int]) -> Tensor:
+    """Return the live table at a place in the state."""
+    level, name, i = place
+    if level == "y":
+        table: Tensor = pure.live_y[i].detach()
+        return table
+    entries = optimizer.state[pure.live_x[i] if level == "upper_memory" else pure.live_y[i]]
+    found: Tensor = entries[TABLE + name if level == "tables" else name]
+    return found
