@@ -694,6 +694,7 @@ def test_sabotage_turns_the_verdict_on_the_saddle():
     assert without != "HOLDS"
 
 
+@pytest.mark.slow  # as the control that is the method
 def test_sabotage_by_a_leaked_start_turns_the_verdict():
     """If the start is the solution, every method has it at once, and there is no verdict."""
     experiment = small(saddle.EXPERIMENTS[0], budget=500)
@@ -720,19 +721,22 @@ def test_sabotage_of_the_control_is_refused(monkeypatch):
         optimizer.step = back
         return optimizer
 
-    def found(control):
-        arms = {**experiment.arms, "no momentum": control}
-        return execute(dataclasses.replace(experiment, arms=arms), "smoke", Records()).verdict
+    controls = {"same": experiment.arms["PRAGDA"], "still": Arm(frozen, grid)}
+    records = {name: Records() for name in controls}  # their runs are judged twice
 
-    same, still = experiment.arms["PRAGDA"], Arm(frozen, grid)
-    assert found(same) == ("UNDECIDED", "PRAGDA and no momentum give the same numbers: they are the same method")
-    refused = found(still)
+    def found(name):
+        arms = {**experiment.arms, "no momentum": controls[name]}
+        return execute(dataclasses.replace(experiment, arms=arms), "smoke", records[name]).verdict
+
+    assert found("same") == ("UNDECIDED", "PRAGDA and no momentum give the same numbers: they are the same method")
+    refused = found("still")
     assert (refused.word, "did not move no momentum" in refused.reason) == ("UNDECIDED", True)
     monkeypatch.setattr(runner, "alike", lambda *_: [])
     monkeypatch.setattr(Evidence, "moved", lambda *_: True)
-    assert [found(same).word, found(still).word] == ["NOT DUE TO METHOD", "HOLDS"]  # the earlier verdicts
+    assert [found("same").word, found("still").word] == ["NOT DUE TO METHOD", "HOLDS"]  # the earlier verdicts
 
 
+@pytest.mark.slow  # as on the saddle
 def test_sabotage_turns_the_verdict_on_the_order_of_the_error():
     def first_order(x, y, **options):
         return bo.F2SA(x, y, order=1, **options)
@@ -750,6 +754,7 @@ def test_sabotage_turns_the_verdict_on_the_order_of_the_error():
     assert found == ["HOLDS", "FAILS", "FAILS", "FAILS"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["000-linear", "001-news", "002-libsvm-a1a", "004-p1", "004-newsvendor-30"])
 def test_experiments_run_and_the_same_seed_gives_the_same_numbers(name):
     numbers = {"seeds": 1, "budget": EXPERIMENTS[name].scales["smoke"]["budget"] / 10, "evaluations": 1}
@@ -762,6 +767,7 @@ def test_experiments_run_and_the_same_seed_gives_the_same_numbers(name):
     assert len(first.scores) == len(experiment.rule.arms)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("name", "share"),
     [  # of the budget of the scale smoke: a few steps of most arms

@@ -366,8 +366,11 @@ def run(tmp_path, monkeypatch, capsys):
     return call
 
 
-# Programs that other tests run too (audits, searches without time), or whose parts they test (kernels).
-LONG = ("audit_labels", "hanging_net", "length_scales", "tolls")
+# Programs that other tests run too (audits, searches without time, the README's jobs), or whose parts they test (kernels,
+# representations, pages of the site, paths).
+LONG = (
+    "audit_labels", "hanging_net", "length_scales", "tolls", "three_jobs", "transfer", "distil", "benchmarks.paths",
+)  # fmt: skip
 
 
 @pytest.mark.usually(*(RUNS.keys() - set(LONG)))
@@ -648,6 +651,7 @@ def scalar(shape, classes):
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(math.prod(shape), classes))
 
 
+@pytest.mark.slow  # as that of a table
 def test_an_audit_of_images_of_your_own(tmp_path, run):
     from PIL import Image
 
