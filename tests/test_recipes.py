@@ -366,8 +366,8 @@ def run(tmp_path, monkeypatch, capsys):
     return call
 
 
-# Programs that other tests run too (audits, searches without time, the README's jobs, pages of the site), or whose parts
-# they test (kernels, representations, paths).
+# Programs that other tests run too (audits, searches without time, the README's jobs, pages of the site), or whose
+# parts they test (kernels, representations, paths).
 LONG = (
     "audit_labels", "hanging_net", "length_scales", "tolls", "three_jobs", "transfer", "distil", "benchmarks.paths",
 )  # fmt: skip
