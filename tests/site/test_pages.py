@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..ranks import processes  # noqa: F401: it says what processes have imported from the start
+from ..ranks import processes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [p for folder in ("howto", "explain") for p in sorted((ROOT / "docs" / folder).glob("*.md"))]
@@ -64,7 +64,7 @@ def test_the_program_for_several_gpus_learns(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(program.replace("range(60)", "range(9)").replace("% 20", "% 4"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, start_method="forkserver", rdzv_backend="c10d",
+        min_nodes=1, max_nodes=1, nproc_per_node=2, start_method=processes.START, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, run_id="page", monitor_interval=0.1,
     )  # fmt: skip
     elastic_launch(config, run_here)(str(tmp_path))
