@@ -44,7 +44,7 @@ def _kept(cases):
         return cases
     if cases[0].get_closest_marker("every_row"):
         return cases
-    rows = _main([case.callspec.params["row"] for case in cases])
+    rows = main_rows([case.callspec.params["row"] for case in cases])
     if cases[0].path.parent.name in HALVED:
         rows = rows[crc32(cases[0].originalname.encode()) % 2 :: 2] or rows
     by_row, by_others, used, kept = defaultdict(list), defaultdict(list), Counter(), []
@@ -63,7 +63,7 @@ def _kept(cases):
     return kept
 
 
-def _main(rows):
+def main_rows(rows):
     """Return the names of the main methods, and of the first row of each family that has none of them, in order."""
     found = {row.name: row for row in rows if row.name in MAIN}
     families = {row.declared.family for row in found.values()}

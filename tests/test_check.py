@@ -26,6 +26,7 @@ def check(cls, problem, steps=60, repeats=None, rtol=1e-2, reference="auto", **o
     return bo.check_hypergradient(optimizer, *problem.losses, rtol=rtol, reference=reference, **more)
 
 
+@pytest.mark.usually("dense")
 @pytest.mark.parametrize("reference", ["dense", "differences"])
 def test_reports_the_closed_form_errors(reference):
     problem, tolerance = Quadratic(n=12, kappa=3.0), 1e-9 if reference == "dense" else 1e-8
@@ -45,6 +46,7 @@ def test_reports_the_closed_form_errors(reference):
 SETTINGS, SOLVE = "estimator's own settings", "lower solve is the cause"
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("cls", "problem", "steps", "options", "cause"),
     [
@@ -93,6 +95,7 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
+@pytest.mark.usually("Quadratic")
 @pytest.mark.parametrize("problem", [Quadratic, Tasks])
 def test_a_wrong_derivative_is_refused(problem):
     """The differences of the objective do not use it."""
@@ -401,7 +404,7 @@ def test_kinks_and_noise_are_no_faults():
             "biased",
             "residual of the linear system is .* use more linear_steps",
         ),
-        (bo.F2SA, {"lower_steps": 200, "nu": 0.3}, "biased", r"nu = 0\.3: use another nu"),
+        (bo.F2SA, {"lower_steps": 60, "nu": 0.3}, "biased", r"nu = 0\.3: use another nu"),
         (bo.FirstOrder, {"lower_steps": 100}, "biased", SETTINGS),
     ],
 )
@@ -527,7 +530,7 @@ class _WrongSecond(torch.autograd.Function):
         return g * (y**3 / 3).detach()
 
 
-@pytest.mark.parametrize("start", [0.0, 0.5])
+@pytest.mark.parametrize("start", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_a_wrong_second_derivative_is_no_fault_of_a_first_order_method(start):
     A, b = torch.randn(20, 3, generator=seeded(0)).double(), torch.randn(20, generator=seeded(1)).double()
     x, y = (torch.full((3,), v, dtype=torch.float64, requires_grad=True) for v in (-1.0, start))

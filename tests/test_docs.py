@@ -31,22 +31,38 @@ def namespace():
     return start_example.data(PAGES[ROOT / "docs/start.md"])
 
 
+def printed_by(program, capsys):
+    pytest.importorskip("sklearn")
+    torch.set_default_dtype(torch.float32)
+    exec(program, {})
+    (printed,) = re.findall(r"tensor\((0\.\d+)\)", capsys.readouterr().out)
+    return float(printed)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("job", range(3))
 def test_a_job_of_the_readme_runs_and_prints_what_it_says(job, capsys):
     """It also is what the main command shows: its table says the same (`tests/test_recipes.py`)."""
-    pytest.importorskip("sklearn")
-    torch.set_default_dtype(torch.float32)
-    exec(BLOCKS["README.md"][job], {})
-    (printed,) = re.findall(r"tensor\((0\.\d+)\)", capsys.readouterr().out)
-    said = JOBS[job][0]
-    assert float(printed) == pytest.approx(said, abs=0.01 if job < 2 else 0.03)  # other machines round otherwise
+    printed = printed_by(BLOCKS["README.md"][job], capsys)
+    assert printed == pytest.approx(JOBS[job][0], abs=0.01 if job < 2 else 0.03)  # other machines round otherwise
 
 
-def test_blocks_of_start_run_as_pasted_one_after_the_other(monkeypatch, capsys):
+@pytest.mark.parametrize(("job", "steps", "fewer"), [(0, 200, 60), (1, 150, 40), (2, 150, 20)])
+def test_a_job_of_the_readme_is_better_than_the_ordinary_way_after_few_steps(job, steps, fewer, capsys):
+    program = re.sub(rf"\b{steps}\b", str(fewer), BLOCKS["README.md"][job])
+    assert f"range({fewer})" in program
+    assert printed_by(program, capsys) > JOBS[job][1]
+
+
+@pytest.mark.parametrize("pixels", [49, pytest.param(784, marks=pytest.mark.slow)])
+def test_blocks_of_start_run_as_pasted_one_after_the_other(pixels, monkeypatch, capsys):
+    """The last of them makes a reference for the whole model, in time that grows with its size."""
+    page = PAGES[ROOT / "docs/start.md"]
+    assert page.count("784") == 3
     *_, adam, check = BLOCKS["docs/start.md"]
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    namespace = start_example.run(PAGES[ROOT / "docs/start.md"])
+    namespace = start_example.run(page.replace("784", str(pixels)))
     weights, wrong = namespace["weights"].detach().clone(), namespace["wrong"]
     assert weights[~wrong].mean() > weights[wrong].mean() + 1
     exec(adam.replace("range(50)", "range(3)"), namespace)

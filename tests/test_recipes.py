@@ -221,7 +221,7 @@ def exchanged(r):
 
 
 def transferred(r):
-    assert len(r["results"]) == 9
+    assert len(r["results"]) == len(r["arguments"]["cases"]) * len(r["arguments"]["arms"])
     for name, found in r["results"].items():
         assert len(found["tests"]) == 1
         assert 0.05 < min(found["tests"]) <= max(found["tests"]) < 1, name
@@ -368,12 +368,20 @@ def run(tmp_path, monkeypatch, capsys):
 
 # Programs that other tests run too (audits, searches without time), or whose parts they test (kernels).
 LONG = ("audit_labels", "hanging_net", "length_scales", "tolls")
+# What replaces their arguments without --slow.
+SHORTER = {
+    "three_jobs": "--updates 1",
+    "transfer": "--steps 2 --seeds 1 --most 3 --cases wrong new --arms untrained ITD",
+    "benchmarks.paths": "--directions 1 --chunk 1 --repeats 1",
+}
 
 
 @pytest.mark.usually(*(RUNS.keys() - set(LONG)))
 @pytest.mark.parametrize("name", RUNS)
-def test_program(name, run, tmp_path):
+def test_program(name, run, tmp_path, request):
     arguments, stem, check = RUNS[name]
+    if name in SHORTER and not request.config.getoption("--slow"):
+        arguments = SHORTER[name]
     numbers, printed = run(name, arguments, None if stem is None else tmp_path, pictures=True)
     assert len(printed.out.splitlines()) > 3
     assert printed.err == ""  # no progress bar where there is no terminal
@@ -648,7 +656,9 @@ def scalar(shape, classes):
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(math.prod(shape), classes))
 
 
-def test_an_audit_of_images_of_your_own(tmp_path, run):
+@pytest.mark.usually("glc")
+@pytest.mark.parametrize("method", ["glc", "weights"])
+def test_an_audit_of_images_of_your_own(method, tmp_path, run):
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -661,14 +671,13 @@ def test_an_audit_of_images_of_your_own(tmp_path, run):
     wrong = tmp_path / "photos" / "day" / "wrong.png"
     Image.fromarray(np.zeros((9, 12, 3), dtype=np.uint8)).save(wrong)
     own = f"--images {tmp_path / 'photos'} --trusted {tmp_path / 'checked'} --size 8 --steps 60"
-    for method in ("glc", "weights"):
-        numbers, printed = run("audit_labels", f"{own} --methods {method} --model tests.test_recipes:scalar")
-        assert numbers["results"]["none"][method]["trusted accuracy"] == [1]
-        assert f"audit_labels_photos_none_{method}.csv" in printed.out
-        with (tmp_path / f"audit_labels_photos_none_{method}.csv").open() as file:
-            first, *others = csv.DictReader(file)
-        assert (first["where"], first["label"], first["guess"]) == (str(wrong), "day", "night")
-        assert len(others) == 80
+    numbers, printed = run("audit_labels", f"{own} --methods {method} --model tests.test_recipes:scalar")
+    assert numbers["results"]["none"][method]["trusted accuracy"] == [1]
+    assert f"audit_labels_photos_none_{method}.csv" in printed.out
+    with (tmp_path / f"audit_labels_photos_none_{method}.csv").open() as file:
+        first, *others = csv.DictReader(file)
+    assert (first["where"], first["label"], first["guess"]) == (str(wrong), "day", "night")
+    assert len(others) == 80
     assert (tmp_path / "audit_labels_photos.png").exists()
     (tmp_path / "checked" / "dusk").mkdir()
     (tmp_path / "checked" / "dusk" / "0.png").write_bytes(wrong.read_bytes())

@@ -120,7 +120,8 @@ def test_settings_reach_the_reported_values(scale):
 
 def test_the_order_is_that_of_what_was_reached():
     x, y, f, g = penalized()
-    once, twice = (suggest([x], [y], f, g) for _ in range(2))
+    some = ("AID", "F2SA", "FirstOrder")
+    once, twice = (suggest([x], [y], f, g, methods=some) for _ in range(2))
     assert list(once.rows) == list(twice.rows)
     assert len(once.rows) > 1
     losses = [row.loss for row in once.rows.values()]
@@ -147,7 +148,7 @@ def test_noise_is_that_of_the_batches():
     x, y = torch.ones(1, requires_grad=True), torch.zeros(50, dtype=torch.float64, requires_grad=True)
     shifts = torch.randn(8, 50, generator=seeded(0), dtype=torch.float64)
     lower = bo.Objective(lambda batch: (y - x - 0.1 * batch).square().sum() / 2, shifts)
-    suggestion = suggest([x], [y], lambda: (y - 3).square().sum(), lower, methods=["AID", "SOBA"])
+    suggestion = suggest([x], [y], lambda: (y - 3).square().sum(), lower, methods=["AID"])
     true = float(0.1 * shifts.var(0).sum().sqrt() / (1 + 0.1 * shifts.mean(0)).norm())
     assert suggestion.lower_noise == pytest.approx(true, rel=1e-6)
     assert suggestion.upper_noise == 0.0
@@ -199,7 +200,7 @@ def test_losses_without_second_derivatives():
 def test_tasks_modules_and_what_may_be_overridden():
     torch.manual_seed(0)
     module, x = nn.Linear(3, 1), torch.zeros(1, requires_grad=True)
-    tasks = bo.TensorTasks((torch.randn(4, 12, 3), torch.randn(4, 12, 1)))
+    tasks = bo.TensorTasks((torch.randn(2, 6, 3), torch.randn(2, 6, 1)))
 
     def mean(batch):
         return (module(batch[0]) - batch[1]).square().mean()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-WORKFLOWS = sorted((Path(__file__).parents[1] / ".github" / "workflows").glob("*.yml"))
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -35,3 +36,12 @@ def test_an_editable_installation_is_a_path():
         pytest.skip("the installation is not editable")
     assert [path.suffix for path in found] == [".pth"]
     assert (Path(found[0].read_text().strip()) / "bilevel_optim").is_dir()
+
+
+def test_the_full_sizes_of_all_tests_run_nightly():
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    wanted = sorted(folders | {"files", "package", "inductor"})
+    named = re.search(r"^    set -- (.*)$", (ROOT / ".ci/slow").read_text(), re.MULTILINE)[1]
+    assert sorted(named.split()) == wanted
+    nightly = re.search(r"folder: \[(.*)\]", (ROOT / ".github/workflows/nightly.yml").read_text())[1]
+    assert sorted(re.findall(r"\w+", nightly)) == wanted

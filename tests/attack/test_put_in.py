@@ -206,6 +206,7 @@ def check(drive):
         both(drive, getattr(drive, "data", None))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", DRIVES)
 def test_without_a_fault_nothing_is_found(name):
     check(DRIVES[name])

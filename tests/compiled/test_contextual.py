@@ -32,6 +32,7 @@ def ends(problem, optimizer):
     return [torch.stack(losses), *problem.x, *problem.y, problem.x[0].grad, optimizer.generator.get_state()]
 
 
+@pytest.mark.usually("RTMLMC")
 @METHODS
 def test_compiled_ones_run_eagerly_and_say_why(cls, reason):
     problem, optimizer = made(cls)
@@ -48,6 +49,7 @@ def test_compiled_ones_run_eagerly_and_say_why(cls, reason):
     assert optimizer.captured_graphs == 0
 
 
+@pytest.mark.usually("DLSGD")
 @METHODS
 def test_fullgraph_raises_and_leaves_the_steps_as_they_are(cls, reason):
     problem, optimizer = made(cls)

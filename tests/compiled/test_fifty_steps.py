@@ -12,7 +12,7 @@ from ..selection import MAIN
 from .test_compile import Regression
 
 SINGLE, AT_ONCE = 30, 20
-SHOWN = ("SOBA", "F2SA")  # without --slow; with another backend one of each kind
+SHOWN = ("SOBA",)  # without --slow; with another backend one of each kind
 CASES = {
     "stochastic": {},
     "dropout": {"dropout": 0.3},
@@ -57,7 +57,7 @@ def fifty(row, dtype, case, backend):
 
 
 def pytest_generate_tests(metafunc):
-    """All of them with ``--slow``; two methods in float64 without, and eight steps of each kind elsewhere."""
+    """All of them with ``--slow``; one method in float64 without, and eight steps of each kind elsewhere."""
     slow, backend = (metafunc.config.getoption(name) for name in ("--slow", "--backend"))
     shown = SHOWN if backend == "eager" else MAIN
     chosen = [

@@ -578,7 +578,7 @@ def test_a_value_that_a_loss_reads_is_noticed(make, graphs):
     assert noticed(make) == ("value" if graphs == 1 else "new graph")
 
 
-@pytest.mark.usually("trained_later", "data_of_a_tensor", "size_of_a_tensor")
+@pytest.mark.usually("data_of_a_tensor", "size_of_a_tensor")
 @pytest.mark.parametrize(("make", "graphs"), VALUES)
 def test_a_value_that_a_loss_reads_changes(make, graphs):
     captured(make, graphs)

@@ -119,7 +119,7 @@ def test_another_kind_of_step_ends_what_is_drawn_at_once(monkeypatch):
     assert max(counted, default=0) == 3  # of four steps one has more lower steps
 
 
-@pytest.mark.usually("data", "sum")
+@pytest.mark.usually("sum")
 @pytest.mark.parametrize("change", [(None, BATCHES), (BATCHES, None), ("sum", BATCHES)], ids=["data", "no data", "sum"])
 def test_a_loss_with_other_data_has_another_graph(change):
     """Called with a batch, without, or with a term of a sum."""
@@ -231,7 +231,7 @@ class Reused:
             yield batch.resize_(1 if k == self.small else 2, 3).fill_(0.1 * (k % 5))
 
 
-@pytest.mark.usually("one", "11")
+@pytest.mark.usually("11")
 @pytest.mark.parametrize("data", [Reused(1), Reused(2), Reused(1, 11), Reused(1, 13)], ids=["one", "two", "11", "13"])
 def test_batches_that_are_written_into_are_drawn_step_by_step(data):
     """By a run, which draws ahead, as one by one."""

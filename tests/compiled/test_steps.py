@@ -71,7 +71,8 @@ def test_options_that_change_in_a_run_are_followed():
     left = []
     for compiled in (False, True):
         problem = Regression(row)
-        optimizer = problem.optimizer(row, lower_steps=1, lower_optimizer=lambda g: torch.optim.SGD(g, momentum=0.9))
+        momentum = partial(torch.optim.SGD, momentum=0.9)
+        optimizer = problem.optimizer(row, lower_steps=1, linear_steps=2, lower_optimizer=momentum)
         if compiled:
             optimizer.compile(backend="eager", fullgraph=True)
         for k in range(16):

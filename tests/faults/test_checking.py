@@ -127,6 +127,7 @@ class Rows(torch.utils.data.Dataset):
         return float(i)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("drawn", [0, 2])
 @pytest.mark.parametrize("tool", ["check", "suggest"])
 def test_loaders_with_persistent_workers_stay_where_they_are(tool, drawn):
@@ -160,6 +161,7 @@ def test_suggest_moves_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), torchs)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("level", ["upper", "lower"])
 @pytest.mark.parametrize("reference", ["dense", "differences"])
 def test_faults_of_equal_entries_are_found(reference, level):

@@ -363,6 +363,7 @@ def drawn_by_steps(make, items):
     return seen, data.state_dict()["position"], x.item(), torch.get_rng_state().tolist()
 
 
+@pytest.mark.few(50)
 @pytest.mark.parametrize("at", range(12))
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("kind", FAILING)

@@ -25,6 +25,7 @@ def made(name, problem, **options):
     return method(problem.x, problem.y, lr=0.01, **options)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", ["AID", "ITD", "F2SA", "SOBA", "PZOBO", "StocBiO"])
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
 def test_it_is_one_over_the_largest_curvature(name, scale):
@@ -40,6 +41,7 @@ def test_it_is_one_over_the_largest_curvature(name, scale):
     assert problem.y[0].isfinite().all()
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", ["F2SA", "PZOBO", "FirstOrder", "BOME", "AID"])
 @pytest.mark.parametrize("size", [1e4, 1e6, 1e9])
 def test_differences_stay_above_rounding_where_y_starts_far_from_a_large_solution(name, size):
@@ -138,6 +140,7 @@ def test_a_loss_without_curvature_is_refused(name, weight):
         optimizer.adapt(lower, **({} if options else {"steps": 3}))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", FOLLOWING)
 def test_the_default_of_every_method_that_can(name):
     """It is "auto"; a step costs one product, or one difference of gradients, and one gradient more."""
@@ -322,7 +325,7 @@ def test_modules_and_dropout():
 def test_a_finite_sum_measures_the_curvature_of_the_drawn_term(name):
     """Not always of the first; with one over it alone both diverge here. Compiled steps measure the same."""
 
-    def run(compiled):
+    def run(compiled, steps=200):
         torch.manual_seed(0)
         x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
         data = torch.tensor([0.0, 3.0])
@@ -332,16 +335,15 @@ def test_a_finite_sum_measures_the_curvature_of_the_drawn_term(name):
         if compiled:
             optimizer.compile(backend="eager")
         found = []
-        for _ in range(200):
+        for _ in range(steps):
             optimizer.step(upper, lower)
-            found.append(float(optimizer.diagnostics["lower_curvature"]))
+            found.append((float(optimizer.diagnostics["lower_curvature"]), x.item()))
         assert bool(optimizer.captured_graphs) == compiled
-        return found, x.item()
+        return zip(*found, strict=True)
 
-    found, x = run(compiled=False)
+    found, points = run(compiled=False)
     assert found[0] == 1.0
     assert max(found) >= 4.0
-    assert abs(x - 1.5) < 0.1
-    again, other = run(compiled=True)
-    assert again == pytest.approx(found, rel=1e-4)
-    assert other == pytest.approx(x, rel=1e-4)
+    assert abs(points[-1] - 1.5) < 0.1
+    for again, eager in zip(run(compiled=True, steps=40), (found, points), strict=True):
+        assert again == pytest.approx(eager[:40], rel=1e-4)

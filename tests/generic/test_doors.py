@@ -258,6 +258,7 @@ def differences(base, way, tasks):
     return torch.stack(right) / (2 * h)
 
 
+@pytest.mark.few(60)  # of 112, each way and method with or without tasks
 @pytest.mark.parametrize("tasks", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "more"), FOLLOWS)

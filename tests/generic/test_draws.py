@@ -182,6 +182,7 @@ OPTIONS = {
 CASES = [(row, options) for row in ROWS if not row.variant for options in OPTIONS.get(row.name, [])]
 
 
+@pytest.mark.few(8)
 @pytest.mark.filterwarnings("ignore::bilevel_optim.errors.BilevelWarning")  # no solution is looked for
 @pytest.mark.parametrize(("row", "options"), CASES, ids=lambda part: getattr(part, "name", None))
 def test_with_the_options_that_draws_depend_on(row, options):

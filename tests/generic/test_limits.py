@@ -75,6 +75,7 @@ def test_every_task_is_clipped_by_its_own_norm():
         close(y.detach(), -torch.tensor([0.6 + 0.03, 0.8 + 0.04]) / 2, 1e-12)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("clip", [0.7, ("value", 0.4)])
 @pytest.mark.parametrize("optimizer", [SGD, functools.partial(SGD, momentum=0.9), Adam])
 @pytest.mark.parametrize("checkpoint", [False, True])

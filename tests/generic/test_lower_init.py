@@ -73,7 +73,7 @@ def test_each_solve_starts_there(method, options):
     assert (other - expected).norm() > 1e-3
 
 
-@pytest.mark.usually("compiled_run")
+@pytest.mark.slow  # as the next one, which has AID, and as the starts of tasks in tests/compiled/test_losses.py
 @pytest.mark.parametrize("advance", [compiled, compiled_run])
 def test_compiled_solves_start_there(advance):
     method, options = CASES[1]

@@ -27,6 +27,7 @@ def table(optimizer, y):
     return optimizer.state[y[0]]["rows.task_memory"]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", METHODS)
 def test_each_task_goes_on_where_it_ended(name):
     """Half of the way in each step that draws it; after many steps each task is at its own solution, not at a mean.

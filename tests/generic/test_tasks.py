@@ -242,6 +242,7 @@ def test_buffers_advance_once_in_a_step(vectorize):
     assert norm.num_batches_tracked == 2
 
 
+@pytest.mark.usually("AID", "ITD")
 @pytest.mark.parametrize("cls", [bo.AID, bo.ITD, bo.F2SA])
 def test_losses_that_vmap_cannot_run_are_looped_over(cls):
     (optimizer, values, _), (_, looped, _) = (few_shot(lambda: nn.LSTM(4, 6), cls, v) for v in (True, False))

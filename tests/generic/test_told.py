@@ -73,6 +73,7 @@ def test_short_steps_around_a_minimum_give_no_warning():
     repeated(optimizer, f, g, 60)
 
 
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_healthy_run_gives_no_warning(name):

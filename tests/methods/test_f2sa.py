@@ -482,7 +482,7 @@ def test_diverging_negative_copies_are_reported():
     options = {"lr": 0.01, "nu": 0.2, "stencil": "central"}
     optimizer = bo.F2SA(problem.x, problem.y, lower_lr=problem.lr, lower_steps=20, order=4, **options)
     with pytest.warns(bo.BilevelWarning, match="copies of y are not similarly far"):
-        problem.run(optimizer, 60)
+        problem.run(optimizer, 6)
     assert optimizer.diagnostics["spread"].argmax() == 0  # node -2
     optimizer = bo.F2SA(worse.x, worse.y, lower_lr=worse.lr, lower_steps=200, order=2, **options)
     with warnings.catch_warnings():
@@ -499,7 +499,7 @@ def test_automatic_stencil_changes_to_forward():
     optimizer = bo.F2SA(problem.x, problem.y, **arguments)
     assert optimizer.stencil == "central"
     with pytest.warns(bo.BilevelWarning, match="Changing to stencil='forward'"):
-        problem.run(optimizer, 60)
+        problem.run(optimizer, 30)
     assert optimizer.stencil == "forward"
     predicted = problem.predicted(stencil(4, "forward").nodes, 0.2)
     close(problem.x[0].grad, predicted, 1e-6, 1e-6)
@@ -532,7 +532,7 @@ def test_automatic_stencil_changes_to_forward_at_order_two():
     problem = PenaltyQuadratic(r=2.88)
     optimizer = bo.F2SA(problem.x, problem.y, lr=0.0, lower_lr=problem.lr, lower_steps=20, nu=0.5)
     with pytest.warns(bo.BilevelWarning, match="Changing to stencil='forward'"):
-        problem.run(optimizer, 60)
+        problem.run(optimizer, 30)
     close(problem.x[0].grad, problem.predicted(stencil(2, "forward").nodes, 0.5), 1e-6, 1e-6)
 
 
@@ -692,7 +692,7 @@ def test_products_of_low_precision_are_reported_only_where_the_lower_loss_has_so
         assert any("the losses are computed with a precision of 0.008" in str(one.message) for one in told) == low
 
 
-@pytest.mark.parametrize("nu", [1e-2, 1e-3])
+@pytest.mark.parametrize("nu", [1e-2, pytest.param(1e-3, marks=pytest.mark.slow)])
 def test_a_copy_that_leaves_a_saddle_is_told(nu):
     """At weights of zero of a two-layer linear model the copy falls into a minimum, and y stays."""
     target = torch.tensor([1.0, 0.5])

@@ -334,9 +334,10 @@ def test_perturbations_at_the_start_and_at_every_restart():
     assert torch.stack(scaled)[:, 2:].abs().max() > 0.2 * radius
 
 
-def test_perturbations_are_uniform_in_the_ball():
+@pytest.mark.parametrize("n", [800, pytest.param(2000, marks=pytest.mark.slow)])
+def test_perturbations_are_uniform_in_the_ball(n):
     """E|xi| = r d/(d + 1), half of the points within 0.5^(1/d) r, and no direction preferred, over all tensors."""
-    d, r, n = 3, 0.7, 2000
+    d, r = 3, 0.7
     x, z = torch.zeros(2, requires_grad=True), torch.zeros(1, 1, requires_grad=True)
     optimizer = bo.RestartedAGD([x, z], lr=1.0, momentum=0.0, restart_radius=1e-9, perturbation=r, generator=seeded())
     points = [torch.zeros(3)]
@@ -443,13 +444,14 @@ def test_practical_radii_on_the_quartic_problem(radius, steps, norm):
     assert float(problem.gradient(optimizer.averaged_parameters()[0]).norm()) == pytest.approx(norm, rel=0.02)
 
 
-def test_theory_reaches_its_accuracy():
+@pytest.mark.parametrize("lower_steps", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_theory_reaches_its_accuracy(lower_steps):
     """The theorem's constants, run to the end on the problem they are made for."""
     problem, eps, smooth, curvature = Quartic(), 1.2e-5, 6.0, 9.0  # on the region of the run
     theta = 4 * (curvature * eps / (4 * smooth) ** 2) ** 0.25
     radius, period = math.sqrt(eps / curvature), math.ceil(1 / theta)
     arguments = {"momentum": 1 - theta, "restart_period": period, "restart_radius": radius}
-    optimizer, _ = problem.finish(lower_steps=60, lr=1 / (4 * smooth), **arguments)
+    optimizer, _ = problem.finish(lower_steps=lower_steps, lr=1 / (4 * smooth), **arguments)
     assert optimizer.converged
     assert problem.gradient(optimizer.averaged_parameters()[0]).norm() <= 83 * eps
 

@@ -502,7 +502,7 @@ def test_t3_the_direction_needs_independent_probes():
     assert abs(drawn - 60) < 4.5 * 45**0.5
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("cls", "options", "bound"),
     [
@@ -578,13 +578,14 @@ def test_t20_importance_probabilities_minimise_the_factor_of_the_theory():
         assert (A / (other / other.sum())).sum() >= best
 
 
-def test_drawing_by_importance_is_unbiased():
+@pytest.mark.parametrize("n", [100, pytest.param(250, marks=pytest.mark.slow)])
+def test_drawing_by_importance_is_unbiased(n):
     """If nothing moves, w is a moving average of the gradient times the row's scale, which has mean one for each."""
     family, given = Family(6, 2, 2), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     optimizer = bo.RSVRB(family.x, family.y, lr=0.0, lower_lr=1e-9, beta=0.9, beta_unit="absolute", task_batch=6,
                          generator=seeded(), probabilities=given, lazy=False)  # fmt: skip
     family.run(optimizer)
-    n, start = 250, values(family.y)[0]
+    start = values(family.y)[0]
     slopes = torch.stack([family.derivatives(i, family.x[0].detach(), y)["w"] for i, y in enumerate(start)])
     family.run(optimizer, n)
     scales = ((start - family.y[0].detach()) * slopes).sum(1) / (1e-9 * slopes.square().sum(1)) / n

@@ -163,10 +163,11 @@ def test_paths_that_run_together_are_bounded(entries, largest, monkeypatch):
 
 
 @many
-def test_reference_code_mode_damps_every_tensor_by_its_size():
+@pytest.mark.parametrize("count", [300, pytest.param(800, marks=pytest.mark.slow)])
+def test_reference_code_mode_damps_every_tensor_by_its_size(count):
     """T16: unit directions per tensor without a factor have mean w_l / p_l; with the factor they are unbiased."""
     random = partial(torch.randn, generator=seeded())
-    M, N, problem, count = random(5, 2), random(5, 8), QB(), 800
+    M, N, problem = random(5, 2), random(5, 8), QB()
     problem.x = [torch.ones(2, requires_grad=True), torch.ones(8, requires_grad=True)]
     problem.upper = lambda: (problem.y[0] - problem.c).square().sum() / 2
     problem.lower = lambda: (problem.y[0] - M @ problem.x[0] - N @ problem.x[1]).square().sum() / 2
@@ -195,7 +196,7 @@ def test_bias_is_quadratic_in_the_smoothing(mu, predicted, count):
 
 
 @many
-@pytest.mark.parametrize("count", [2000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [600, pytest.param(200_000, marks=pytest.mark.slow)])
 def test_quadratic_response(count):
     """T6: phi = x'Gx has no bias, and variance (p + 1)|2Gx|^2 + mu^2 (p + 4)(tr(G)^2 + 2 tr(G^2))."""
     p, mu, G, x = 4, 0.5, torch.randn(4, 4), torch.randn(4)
@@ -209,9 +210,10 @@ def test_quadratic_response(count):
 
 
 @many
-def test_noise_does_not_vanish_at_a_stationary_point():
+@pytest.mark.parametrize("count", [250, pytest.param(800, marks=pytest.mark.slow)])
+def test_noise_does_not_vanish_at_a_stationary_point(count):
     """T15: E|h|^2 = (p + 1)|J'v|^2 where the hypergradient is zero; HOZOG keeps only its curvature term."""
-    steps, mu, count, problem = 2, 1e-2, 800, QB(lam=0.5)
+    steps, mu, problem = 2, 1e-2, QB(lam=0.5)
     J = problem.jacobian(steps)
     hessian = 0.5 * torch.eye(4) + J.T @ J
     problem.x[0].data = torch.linalg.solve(hessian, J.T @ problem.c)
@@ -363,9 +365,10 @@ def test_every_path_sees_one_batch_per_step_in_order(cls):
         assert seen == [*path, *between, *perturbed, *perturbed]
 
 
-def test_independent_noise_is_amplified():
+@pytest.mark.parametrize("count", [300, pytest.param(600, marks=pytest.mark.slow)])
+def test_independent_noise_is_amplified(count):
     """T7, second half: noise of its own for every evaluation adds (2/mu^2) v' S v to the variance of a coefficient."""
-    problem, sigma, steps, count, own = QB(), 0.05, 2, 600, seeded(1)
+    problem, sigma, steps, own = QB(), 0.05, 2, seeded(1)
     plain, variances = problem.lower, []
     problem.lower = lambda: plain() + sigma * torch.randn(5, generator=own) @ problem.y[0]
     for mu in (1e-1, 1e-2):
@@ -380,6 +383,7 @@ def test_independent_noise_is_amplified():
     assert variances[1] == pytest.approx(100 * variances[0], rel=0.25)
 
 
+@pytest.mark.usually("1-HOZOG-forward", "1-PZOBO-central", "6-PZOBO-forward", "6-HOZOG-central")
 @pytest.mark.parametrize("difference", ["forward", "central"])
 @pytest.mark.parametrize("cls", [bo.PZOBO, bo.HOZOG])
 @pytest.mark.parametrize("count", [1, 6])
@@ -406,12 +410,14 @@ def test_stacked_chunked_and_looped_paths_agree(cls, difference, count):
         close(reference, run(vectorize), 1e-11, 1e-10)
 
 
+@pytest.mark.usually("True-momentum", "True-Adam", "False-nesterov", "False-Adagrad")
 @pytest.mark.parametrize(
     "factory",
     [
         *(partial(torch.optim.SGD, momentum=0.9, nesterov=n) for n in (False, True)),
         *(torch.optim.Adam, torch.optim.Adagrad),
     ],
+    ids=["momentum", "nesterov", "Adam", "Adagrad"],
 )
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_every_path_has_its_own_optimizer_state(factory, vectorize):

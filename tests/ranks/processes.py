@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "tests.registry"])
 
 
+START = "forkserver"
 NUMBERS = count()
 
 
@@ -46,7 +47,7 @@ def together(world, tmp_path, function, *given, arguments=(), timeout=200.0, los
             (world, address, function, results, (*given, *arguments), timeout),
             nprocs=world,
             join=False,
-            start_method="forkserver",
+            start_method=START,
         )
         for process in context.processes:
             process.join(400)

@@ -16,6 +16,7 @@ import bilevel_optim as bo
 
 from ..problems import Tasks, flat, seeded
 from ..registry import ROWS
+from ..selection import main_rows
 from .processes import together
 
 # The differences of these methods are long, so that no rounding error is divided by a small number.
@@ -97,8 +98,9 @@ def split(t, world):
 
 def cases(dtype, every):
     """Names, and functions of the rank and its options."""
+    main = main_rows(ROWS)
     for row in ROWS:
-        if every or not row.variant:
+        if every or row.name in main:
             if row.declared.tasks != "required":
                 yield f"{row.name}, data", partial(on_data, row, dtype)
             if row.takes_tasks:

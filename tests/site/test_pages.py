@@ -1,6 +1,7 @@
 """The code on the pages runs, and so do the examples of the gallery, at smoke size."""
 
 import ast
+import contextlib
 import os
 import re
 import runpy
@@ -12,6 +13,9 @@ from pathlib import Path
 import matplotlib
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ..ranks import processes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [p for folder in ("howto", "explain") for p in sorted((ROOT / "docs" / folder).glob("*.md"))]
@@ -24,7 +28,7 @@ ELSEWHERE = ("checkpoints", "compile", "ddp", "drop_in", "elastic")
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem not in ELSEWHERE], ids=lambda p: p.stem)
 @pytest.mark.filterwarnings("default", "error::bilevel_optim.BilevelWarning")  # tools give warnings of their own
-def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, request):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     if not blocks:
         return
@@ -37,9 +41,40 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     namespace = vars(module)
     for block in blocks:  # later ones go on from earlier ones
         short = re.sub(r"range\((1[1-9]\d|\d{4,})\)", "range(20)", block)  # what takes longer
+        if not request.config.getoption("--slow"):
+            short = short.replace(", 500, ", ", 40, ")  # steps of an ordinary training
         exec(compile(short, page.name, "exec"), namespace)
 
 
+def losses_of(output):
+    return [float(line.split()[1]) for line in output.splitlines() if re.fullmatch(r"\d+ \S+", line)]
+
+
+def run_here(folder):
+    """Run the program in a process that a launcher has forked, where torch is imported already."""
+    os.chdir(folder)
+    with open(f"printed {os.environ['RANK']}", "w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path("train.py", run_name="__main__")
+
+
+def test_the_program_for_several_gpus_learns(tmp_path, monkeypatch):
+    """Started by what `torchrun` calls."""
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/howto/ddp.md").read_text(), re.S)
+    assert program.count("range(60)") == program.count("% 20") == 1
+    (tmp_path / "train.py").write_text(program.replace("range(60)", "range(9)").replace("% 20", "% 4"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, start_method=processes.START, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0, run_id="page", monitor_interval=0.1,
+    )  # fmt: skip
+    elastic_launch(config, run_here)(str(tmp_path))
+    first, *_, last = losses_of((tmp_path / "printed 0").read_text())
+    assert last < first
+    assert losses_of((tmp_path / "printed 1").read_text()) == []
+    assert set(torch.load(tmp_path / "found.pt")) == {"log_decay", "model"}
+
+
+@pytest.mark.slow
 def test_the_program_for_several_gpus_runs_on_two_processes(tmp_path):
     text = (ROOT / "docs/howto/ddp.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", text, re.S)
@@ -50,7 +85,7 @@ def test_the_program_for_several_gpus_runs_on_two_processes(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
-    first, *_, last = [float(line.split()[1]) for line in ran.stdout.splitlines() if re.fullmatch(r"\d+ \S+", line)]
+    first, *_, last = losses_of(ran.stdout)
     assert last < first
     assert set(torch.load(tmp_path / "found.pt")) == {"log_decay", "model"}
 

@@ -32,6 +32,7 @@ def made(row):
     return problem, model, row(problem.x, problem.y, short=True)
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize(
     ("row", "options"),
     [
