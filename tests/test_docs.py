@@ -98,7 +98,7 @@ def test_blocks_go_on_from_the_example_of_start(page, namespace):
     assert "Start](start.md)" in PAGES[ROOT / page].split("```python")[0]
 
 
-def test_resume_runs(namespace, tmp_path):
+def test_resume_runs(namespace, tmp_path, monkeypatch):
     exec(BLOCKS["docs/start.md"][1].replace("range(50)", "range(3)"), namespace)
     namespace["path"] = tmp_path / "run.pt"
     save, load = BLOCKS["docs/howto/checkpoints.md"]
@@ -109,8 +109,19 @@ def test_resume_runs(namespace, tmp_path):
             namespace["optimizer"].step(namespace["upper"], namespace["lower"])
         return namespace["weights"].detach().clone()
 
-    expected = go_on()
-    exec(load, namespace)
+    expected, full = go_on(), torch.save
+
+    def disk_is_full(state, file):
+        if "optimizer" not in state:  # a part of the state
+            return full(state, file)
+        full({"optimizer": state["optimizer"]}, file)
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", disk_is_full)
+        with pytest.raises(OSError, match="no space"):
+            exec(save, namespace)
+    exec(load, namespace)  # the checkpoint from before
     assert torch.equal(expected, go_on())
 
 

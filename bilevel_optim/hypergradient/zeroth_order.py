@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..distributed.ranks import Ranks
 from ..oracle.copies import Copies
+from ..oracle.doors import require_free_batch
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.placement import constant
@@ -18,7 +19,9 @@ from ..solvers.paths import Paths
 from .directions import Directions
 from .estimate import Estimate
 
-__all__ = ["full_zeroth_order", "partial_zeroth_order"]
+__all__ = ["AT_PERTURBED", "full_zeroth_order", "partial_zeroth_order"]
+
+AT_PERTURBED = "the method evaluates the loss at perturbed upper parameters, and the batch would not follow them"
 
 NOISE_LIMIT = 10.0  # largest predicted noise-to-signal ratio of an estimate without a warning
 ERROR_LIMIT = 1e-2  # the same for the rounding error of the differences
@@ -88,6 +91,7 @@ def full_zeroth_order(
         ranks: processes that share the directions, and must have the same data. Default: this one follows all paths.
     """
     sample = upper_sample or oracle.f.draw()
+    require_free_batch("upper", sample.arguments, oracle.live_x, AT_PERTURBED)
     found: list[Tensor] = []
 
     def measure(upper: Vector, ends: Vector, base: Vector) -> tuple[Tensor, Tensor]:

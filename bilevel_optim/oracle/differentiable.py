@@ -26,6 +26,8 @@ __all__ = [
     "has_jumps",
     "has_kinks",
     "has_large_convolutions",
+    "is_marked",
+    "mark_graph",
     "padding_rows",
     "plain_weight_norm",
     "products_of",
@@ -126,6 +128,21 @@ def has_large_convolutions(loss: Tensor, large: int) -> bool:
 
 def _has(loss: Tensor, names: tuple[str, ...]) -> bool:
     return any(node.name().startswith(names) for node in _nodes(loss))
+
+
+def mark_graph(loss: Any, outside: Sequence[Tensor]) -> object:
+    """Mark the graph of a loss without that of other tensors; return what `is_marked` takes."""
+    mark, others = object(), {node for t in outside for node in _nodes(t)}
+    for node in _nodes(loss) if isinstance(loss, Tensor) else ():
+        if node.next_functions and node not in others:
+            node.metadata["bilevel_optim"] = mark
+    return mark
+
+
+def is_marked(loss: Any, mark: object) -> bool:
+    """Return True if a loss's graph has a part of the graph that was marked."""
+    nodes = _nodes(loss) if isinstance(loss, Tensor) else ()
+    return any(node.metadata.get("bilevel_optim") is mark for node in nodes if node.next_functions)
 
 
 def _nodes(loss: Tensor) -> Iterator[Any]:

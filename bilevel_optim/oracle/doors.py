@@ -20,7 +20,7 @@ from .session import reaches
 
 __all__ = [
     "DOORS", "OPTIONS", "PROJECTION", "START", "STEP", "WatchedStart", "leads", "options_of", "projection_reads",
-    "refusal", "steps_read",
+    "refusal", "require_free_batch", "steps_read",
 ]  # fmt: skip
 
 PROJECTION, START, OPTIONS, STEP = "lower_projection", "lower_init", "options of lower_optimizer", "its step"
@@ -58,6 +58,15 @@ def refusal(door: str, method: str, option: str = "") -> str:
         f"{what.format(option)}, but {method} differentiates only the losses, so the hypergradient would lack this "
         f"part: {cure}"
     )
+
+
+def require_free_batch(level: str, batch: Any, x: Sequence[Tensor], why: str) -> None:
+    """Raise if a batch depends on upper parameters; ``why`` says why the method cannot follow that."""
+    if leads([t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.grad_fn is not None], x):
+        raise ValueError(
+            f"a batch of the {level} loss depends on upper parameters, but {why}; compute in the loss what depends on "
+            "them, or detach the batch, if it shall count as constant"
+        )
 
 
 def leads(value: Any, x: Sequence[Tensor]) -> bool:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from ..problem.objective import Objective, Sample, batch_kept, note_batch, require_placed
+from ..problem.random import numbers_kept
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_leaves
-from .differentiable import require_constant_weights
+from .differentiable import is_marked, mark_graph, require_constant_weights
+from .doors import require_free_batch
 from .session import Session, as_scalar
 
 __all__ = ["Point"]
@@ -20,6 +22,10 @@ __all__ = ["Point"]
 CALLS_BACKWARD = (
     "the {} seems to call backward() or zero_grad(), or to return a loss whose graph has been freed, but the optimizer "
     "itself differentiates the loss: compute it afresh on every call, and return it without either call"
+)
+OUTSIDE = (
+    "the {} uses a tensor with a graph that was computed outside it (a variable, torch.nn.utils.parametrize.cached(), "
+    "a hook or cache of a module), and would not follow the parameters: compute it in the loss, or detach it"
 )
 REENTRANT = (
     "a loss uses reentrant checkpointing, which torch supports only in backward(), and not in torch.autograd.grad, by "
@@ -141,14 +147,38 @@ class Point:
 
         ``features`` are those of the sample at the current x, if the caller has them.
         """
-        if sample.features is None:
-            loss = self.call(sample, graph=graph)
+        session = self.session
+        if not graph or session.found.writes_seen or level in session.graphs_checked or self.sharded:
+            loss = self._called(sample, graph, features)
         else:
-            part = self.call(sample.features, graph=graph) if features is None else features
-            loss = self.call(sample, part, graph=graph)
+            loss = self._with_own_graph(level, sample, features)
         if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex():
             return loss
         return as_scalar(level, loss, self.session.called(level))
+
+    def _called(self, sample: Sample, graph: bool, features: Any) -> Any:
+        """Return what the loss returns, with the features of the sample."""
+        if sample.features is None:
+            return self.call(sample, graph=graph)
+        part = self.call(sample.features, graph=graph) if features is None else features
+        return self.call(sample, part, graph=graph)
+
+    def _with_own_graph(self, level: str, sample: Sample, features: Any) -> Any:
+        """Return what the loss returns; raise if it uses graphs that are made outside it."""
+        data = (self.f if level == "upper" else self.g).data
+        if self.lanes is None and (level == "lower" or isinstance(data, (list, tuple))):
+            why = "batches are computed outside the losses, and would not follow them"
+            require_free_batch(level, sample.arguments, self.live_x, why)
+        own = None if sample.features is None else sample.features.loss
+        again = Sample(sample.loss, sample.arguments, features=own)  # with random numbers of its own
+        batch = [t for t in tree_leaves(sample.arguments) if isinstance(t, Tensor)]
+        with self.session.buffers_kept(), numbers_kept(self.device):
+            mark = mark_graph(self._called(again, True, features), batch)
+        loss = self._called(sample, True, features)
+        if is_marked(loss, mark):
+            raise ValueError(OUTSIDE.format(self.session.called(level)))
+        self.session.graphs_checked.add(level)
+        return loss
 
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """Call a sample's function on its arguments, or on others, with the sample's random numbers."""

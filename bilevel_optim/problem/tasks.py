@@ -102,6 +102,11 @@ class TensorTasks:
                 f"{[tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]}; stack "
                 "the data of all tasks (torch.stack)"
             )
+        if any(leaf.grad_fn is not None for leaf in leaves):
+            raise ValueError(
+                f"the {name} data have a graph, but are computed only once, so they would not follow the parameters; "
+                "compute in the loss what depends on parameters, or detach the data"
+            )
         shapes = {leaf.shape[:2] for leaf in leaves}
         if len(shapes) > 1:
             raise ValueError(

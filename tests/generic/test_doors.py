@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 from torch.optim import SGD
 
 import bilevel_optim as bo
@@ -307,6 +308,116 @@ def test_batches_made_of_x_are_differentiated_or_refused(name, compiled):
         else:
             optimizer.backward(*losses, tasks=Moving(x))
             close(x.grad, 2 * (2 * x.detach() - 1), 1e-4)
+
+
+MADE = {"F2SA": {"nu": 1e-4, "normalize": False}, "SOBA": {}, "HOZOG": ZEROTH, "PZOBO": ZEROTH}
+ONCE = pytest.mark.parametrize("name", ["AID", "ITD", "F2SA", "SOBA", "PZOBO", "HOZOG"])
+
+
+def made_for(name, x, y, **more):
+    steps = {} if name == "SOBA" else {"lower_steps": 60}
+    directions = {"directions": x.numel()} if MADE.get(name) is ZEROTH else {}
+    return getattr(bo, name)([x], [y], lr=0.0, lower_lr=0.3, **steps, **directions, **MADE.get(name, {}), **more)
+
+
+class Batches:
+    """Batches that are made of x each time that they are drawn."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __iter__(self):
+        return iter([2 * self.x])
+
+
+@ONCE
+@pytest.mark.parametrize("fresh", [True, False])
+def test_batches_of_the_lower_loss_made_of_x_are_refused_in_these_words(name, fresh):
+    x, y = torch.tensor([0.3, -0.2, 0.5], requires_grad=True), torch.zeros(3, requires_grad=True)
+    lower = bo.Objective(lambda b: (y - b).square().sum() / 2, Batches(x) if fresh else [2 * x])
+    with pytest.raises(ValueError, match="a batch of the lower loss depends on upper parameters"):
+        made_for(name, x, y).backward(lambda: (y - 1).square().sum() / 2 + 0 * x.sum(), lower)
+    assert not y.any()
+
+
+@ONCE
+def test_batches_of_the_upper_loss_made_of_x_are_differentiated_or_refused(name):
+    x, y = torch.tensor([0.3, -0.2, 0.5], requires_grad=True), torch.zeros(3, requires_grad=True)
+
+    def upper(b):
+        return (y - b).square().sum() / 2
+
+    optimizer, lower = made_for(name, x, y), lambda: (y - 3 * x).square().sum() / 2
+    if name == "HOZOG":
+        with pytest.raises(ValueError, match="a batch of the upper loss depends on upper parameters"):
+            optimizer.backward(bo.Objective(upper, Batches(x)), lower)
+    else:
+        for _ in range(200 if name == "SOBA" else 1):
+            optimizer.backward(bo.Objective(upper, Batches(x)), lower)
+        close(x.grad, x.detach(), 1e-4)  # y* = 3x, so f = |x|^2 / 2
+    with pytest.raises(ValueError, match="a batch of the upper loss depends on upper parameters"):
+        made_for(name, x, y).backward(bo.Objective(upper, [2 * x]), lower)  # which is stale after an update
+
+
+def test_data_of_tasks_with_a_graph_are_refused():
+    x = torch.ones(2, 1, 3, requires_grad=True)
+    with pytest.raises(ValueError, match="the upper data have a graph"):
+        bo.TensorTasks(torch.ones(2, 1, 3), 2 * x)
+    bo.TensorTasks(x)  # each draw takes rows of the live tensor
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, t):
+        return t * t.exp()
+
+
+@ONCE
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("level", ["upper", "lower"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_parametrisation_cached_around_a_step_is_refused_and_inside_the_loss_is_right(
+    name, vectorize, level, compiled
+):
+    """PZOBO and HOZOG took the cached value for the one at each perturbed x, or at each y."""
+    if compiled and (level == "upper" or not vectorize):
+        pytest.skip("one is enough")
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.tensor([0.3, -0.2, 0.5]))
+    parametrize.register_parametrization(module, "w", Scaled(), unsafe=True)
+    own = module.parametrizations.w.original
+    with torch.no_grad():
+        own.copy_(torch.tensor([0.3, 0.2, 0.5]))
+    other = torch.tensor([0.3, 0.2, 0.5], requires_grad=True)
+    x, y = (own, other) if level == "upper" else (other, own)
+
+    def lower():
+        scaled, plain = (y, module.w) if level == "upper" else (module.w, x)
+        return (scaled - plain).square().sum() / 2 + y.square().sum() / 2
+
+    def cached():
+        with parametrize.cached():
+            return lower()
+
+    def upper():
+        return (y - 1).square().sum() / 2
+
+    more = {"vectorize": vectorize} if name in ("F2SA", "PZOBO", "HOZOG") else {}
+    optimizer = made_for(name, x, y, **more)
+    if compiled:
+        optimizer.compile(backend="eager")
+    before = y.detach().clone()
+    with parametrize.cached():
+        module.w.sum()
+        with pytest.raises(ValueError, match="the lower loss uses a tensor with a graph"):
+            optimizer.backward(upper, lower)
+    assert torch.equal(y, before)
+    found = []
+    for loss in (lower, cached):
+        optimizer = made_for(name, x, y, **more)
+        for _ in range(150 if name == "SOBA" else 3):
+            optimizer.backward(upper, loss)
+        found.append(x.grad.clone())
+    close(found[0], found[1], 1e-6)
 
 
 def test_a_limit_that_is_learned_is_refused():

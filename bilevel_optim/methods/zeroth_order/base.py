@@ -7,11 +7,12 @@ from collections.abc import Callable
 from ...distributed.ranks import Ranks
 from ...hypergradient import Estimate
 from ...hypergradient.directions import KINDS, Directions
+from ...hypergradient.zeroth_order import AT_PERTURBED
 from ...optimizer.base import BilevelOptimizer
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import choice, count, flag, number
 from ...optimizer.step import StepInputs
-from ...oracle.doors import DOORS, START, WatchedStart, leads
+from ...oracle.doors import DOORS, START, WatchedStart, require_free_batch
 from ...oracle.lanes import local_problem
 from ...oracle.oracle import Oracle
 from ...problem.random import SEEDS
@@ -82,12 +83,8 @@ class ZerothOrder(BilevelOptimizer):
                 )
             oracle, ranks = local_problem(oracle), inputs.ranks
         samples = [oracle.g.draw() for _ in range(self.lower_steps)]
-        if any([leads(sample.arguments, oracle.live_x) for sample in samples]):
-            raise ValueError(
-                f"a batch of the lower loss depends on upper parameters, but {type(self).__name__} evaluates the loss "
-                "at perturbed upper parameters, and the batch would not follow them; compute in the loss what depends "
-                "on them, or detach the batch, if it shall count as constant"
-            )
+        for sample in samples:
+            require_free_batch("lower", sample.arguments, oracle.live_x, AT_PERTURBED)
         init, follows = inputs.lower_init, START in oracle.session.doors and not from_upper
         start = init.again if follows and isinstance(init, WatchedStart) else None
         paths = Paths(oracle, inputs.rule, samples, from_upper=from_upper, start=start)
