@@ -340,7 +340,7 @@ class F2SA(BilevelOptimizer):
     def _unsolved_part(self, formula: Stencil, copies: Vector, slopes: Vector, estimate: Estimate) -> Tensor:
         """Return an upper bound of the relative residual of the linear system that two neighbouring copies solve.
 
-        Their distance d per unit of perturbation stands for -v. The difference of their gradients is the residual of
+        Their distance d per unit of perturbation approximates -v. The difference of their gradients is the residual of
         H v = b, with b the gradient of f in y, whose norm is at least the change of f over d.
         """
         i, j = formula.nodes.index(0 if 0 in formula.nodes else -1), formula.nodes.index(1)
