@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.benchmarks import hard_cases, peers
+import bilevel_optim as bo
+from recipes.benchmarks import difference_steps, hard_cases, peers
 from recipes.problems.hard import CASES, solve
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -48,11 +49,96 @@ def test_no_verdict_is_worse_than_the_recorded_one(name):
     assert not worse
 
 
+def test_each_silent_case_has_a_reason():
+    silent = {name for name, row in RECORD["results"].items() if any(c["verdict"] == "silent" for c in row.values())}
+    assert silent == hard_cases.LEFT.keys()
+
+
+def line(cls, upper=None, lower=None, steps=3, curvature=2.0, **options):
+    """Make a call for g = curvature y^2 / 2 - x y and f = 3 y, from y = 1 at x = 0; return the optimizer."""
+    x, y = torch.zeros(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    if cls is not bo.SOBA:
+        options["lower_steps"] = steps
+    optimizer = cls([x], [y], lr=1.0, lower_lr=0.1, generator=torch.Generator().manual_seed(0), **options)
+    optimizer.backward(upper or (lambda: 3 * y.sum()), lower or (lambda: (curvature * y * y / 2 - x * y).sum()))
+    return optimizer
+
+
+def test_signs_of_a_lower_problem_that_is_not_solved():
+    found = line(bo.AID, linear_steps=10).metrics()
+    assert found["predicted_change"] == pytest.approx(-3 * 0.8**3)  # f(y*) - f(y), y* = 0
+    assert found["linear_curvature"] == pytest.approx(2)
+    assert line(bo.AID, linear_solver="direct").metrics()["linear_curvature"] == pytest.approx(2)
+    assert line(bo.ITD).metrics()["start_influence"] == pytest.approx(0.8**3)
+    assert line(bo.ITD, truncate=2).metrics()["start_influence"] == pytest.approx(0.8**2)
+    assert line(bo.PZOBO).metrics()["response_residual"] == pytest.approx(0.8**2)
+    assert line(bo.PZOBO, difference="central").metrics()["response_residual"] == pytest.approx(0.8**2)
+    found = line(bo.SOBA).metrics()  # the first v is 0.3
+    assert (found["linear_residual"], found["linear_right_side"]) == pytest.approx((2.4, 3))
+
+
+@pytest.mark.parametrize("order", [1, 2, 4])
+def test_the_part_that_copies_leave_unsolved_is_that_of_the_last_lower_step(order):
+    # In one dimension the bound is exact. The last gradient is that before the third step.
+    assert line(bo.F2SA, order=order, nu=1e-3).metrics()["linear_relative_residual"] == pytest.approx(0.8**2, rel=1e-6)
+
+
+@pytest.mark.parametrize("solver", ["minres", "direct"])
+def test_curvature_along_the_solution_shows_a_maximum(solver):
+    assert line(bo.AID, curvature=-2.0, linear_solver=solver).metrics()["linear_curvature"] == pytest.approx(-2)
+
+
+def test_series_of_contexts_report_what_they_leave():
+    x, y = torch.zeros(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    optimizer = bo.RTMLMC([x], [y], lr=1.0, lower_lr=0.1, smoothness=4.0, neumann_steps=5)
+    optimizer.backward(lambda _: 3 * y.sum(), lambda _: (y * y - x * y).sum(), tasks=hard_cases.Alone())
+    assert optimizer.metrics()["linear_relative_residual"] == pytest.approx(0.5**4)
+
+
+def test_nu_follows_precision_and_order():
+    def made(dtype, **options):
+        x, y = (torch.zeros(1, dtype=dtype, requires_grad=True) for _ in range(2))
+        return bo.F2SA([x], [y], lr=1.0, lower_steps=1, **options)
+
+    for dtype, order in ((torch.float64, 1), (torch.float64, 4), (torch.float32, 2)):
+        assert made(dtype, order=order).nu == pytest.approx(0.6 / order * torch.finfo(dtype).eps ** (1 / (order + 1)))
+    optimizer = made(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert optimizer.nu == pytest.approx(0.3 * 2 ** (-7 / 3))
+    assert made(torch.float32, samples="independent").nu == 1e-2
+    optimizer.nu = 0.25
+    assert "nu=0.25" in repr(optimizer)
+    other = made(torch.float32)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.nu == 0.25
+    other.load_state_dict(made(torch.float32).state_dict())
+    assert other.given_nu is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "precision", "quantity"),
+    [
+        ("quadratic", "float32", "nu, order 2"), ("softmax", "float32", "nu, order 4"),
+        ("tanh network", "float64", "step of products"), ("tanh network", "bfloat16 autocast", "step of products"),
+    ],
+)  # fmt: skip
+def test_default_steps_of_differences_are_within_three_times_the_best(loss, precision, quantity):
+    case = difference_steps.LOSSES[loss][0]()
+    if quantity.startswith("nu"):
+        order = int(quantity[-1])
+        errors = [difference_steps.of_f2sa(case, precision, order, nu) for nu in (None, 1e-3, 3e-3, 1e-2)]
+    else:
+        errors = [difference_steps.of_product(case, precision, s) for s in (None, *difference_steps.grid(precision))]
+    assert errors[0] <= 3 * min(errors)
+
+
 def test_pages_are_those_of_the_records():
     assert (DOCS / "hard_cases.md").read_text() == hard_cases.page(RECORD)
     numbers = json.loads((DOCS / "records/peers.json").read_text())
     assert (DOCS / "peers.md").read_text() == peers.page(numbers)
     assert RECORD["results"].keys() == CASES.keys()
+    numbers = json.loads((DOCS / "records/difference_steps.json").read_text())
+    assert (DOCS / "difference_steps.md").read_text() == difference_steps.page(numbers)
 
 
 def test_closed_forms_of_the_comparison_are_differences_of_solutions():

@@ -95,6 +95,11 @@ def verdicts_of_bfloat16(r):
     assert "mostly rounding" in row["PZOBO"]["said"]
 
 
+def near_the_best_step(r):
+    (found,) = r["results"]["float32"].values()
+    assert all(own["default"] <= 3 * own["error"] for own in found.values())
+
+
 def better_than_one_number(r):
     for (run,) in r["results"].values():
         assert run["losses"][-1] < run["control"]
@@ -297,6 +302,11 @@ RUNS = {
     "benchmarks.many_tasks": ("--part both --tasks 20 40 --steps 3 --held 5", "many_tasks", rows_grow),
     "benchmarks.lower_rates": ("--problems representation --methods AID --steps 3", "lower_rates", more_rates_work),
     "benchmarks.hard_cases": ("--cases bfloat16 --methods AID PZOBO", "hard_cases", verdicts_of_bfloat16),
+    "benchmarks.difference_steps": (
+        "--losses softmax --precisions float32",
+        "difference_steps",
+        near_the_best_step,
+    ),
     "benchmarks.peers": ("--peers bilevel_optim,_ITD --problems quadratic constrained", "peers", right_hypergradients),
     "benchmarks.data_facts": ("", "data_facts", constant_pixels),
     "benchmarks.step_path": ("", None, None),
@@ -319,8 +329,8 @@ RUNS = {
     "benchmarks.paths": ("--directions 2 --chunk 2 --repeats 1", None, None),
 }
 PLAIN = (
-    "black_box", "contextual", "conditioning", "data_facts", "hard_cases", "linear_systems", "lower_rates",
-    "many_tasks", "peers", "ranks", "transfer",
+    "black_box", "contextual", "conditioning", "data_facts", "difference_steps", "hard_cases", "linear_systems",
+    "lower_rates", "many_tasks", "peers", "ranks", "transfer",
 )  # without a figure  # fmt: skip
 
 

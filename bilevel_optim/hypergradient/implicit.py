@@ -97,6 +97,7 @@ def implicit(
                 result = solve(system.hvp, grad_y, start, **lanes)
         oracle.checks.finite("hvp", [*result.solution, result.residual], SINGULAR if dense else "")
         said = None if dense else result.relative
+        product = grad_y
         if check and not dense:
             if oracle.sharded:  # x and y may be tensors of two kinds, which have no difference
                 cross, product = system.cross(result.solution), system.hvp(result.solution)
@@ -105,8 +106,22 @@ def implicit(
             result = result.evaluated(grad_y, product, **lanes)
         else:
             cross = system.cross(result.solution)
-    diagnostics = {"lower_residual": system.gradient, **watched(oracle, result, said, dense=dense)}
+    diagnostics = {
+        "lower_residual": system.gradient,
+        **watched(oracle, result, said, dense=dense),
+        **_measured(result.solution, product if check or dense else None, system.gradient, lanes=bool(lanes)),
+    }
     return Estimate(loss, grad_x - cross, diagnostics, {"linear_solution": result.solution})
+
+
+def _measured(v: Vector, product: Vector | None, slope: Vector, *, lanes: bool) -> dict[str, Tensor]:
+    """Return the change of f if a Newton step solved the lower problem, and the curvature of g along v."""
+    dot = Vector.lane_dot if lanes else Vector.dot
+    found = {"predicted_change": -dot(v, slope)}
+    if product is not None:
+        square = dot(v, v)
+        found["linear_curvature"] = dot(v, product) / square.clamp_min(torch.finfo(square.dtype).tiny)
+    return found
 
 
 def _require_few(oracle: Oracle) -> None:

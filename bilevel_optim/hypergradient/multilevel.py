@@ -126,7 +126,7 @@ def multilevel(
     diagnostics = {}
     if implicit_term:
         with span("linear solve"):
-            solution, ratio = points.inverse(adjoint, steps, rate, neumann)
+            solution, ratio, rest = points.inverse(adjoint, steps, rate, neumann)
         with points.problem.lower_system(points.sample("lower", CROSS)) as system:
             gradient = gradient - system.cross(solution)
             changes = [
@@ -134,6 +134,8 @@ def multilevel(
                 for change, difference in zip(changes, differences, strict=True)
             ]
         diagnostics["neumann_ratio"] = ratio
+        squares = torch.stack([rest, adjoint.lane_norm()])[:, deepest].square().sum(1)
+        diagnostics["linear_relative_residual"] = (squares[0] / squares[1].clamp_min(1e-300)).sqrt()
         diagnostics["lower_residual"] = (system.gradient.lane_norm()[deepest] ** 2).mean().sqrt()
     for change in changes:
         diagnostics["correction"] = change.norm() ** 2
@@ -172,8 +174,8 @@ class _PathPoints:
         for head in self.path.contexts.heads(self.oracle, self.path.slots, NEUMANN, times=times):
             yield Sample(self.problem.g.loss, (select(head, self.rows),)), head
 
-    def inverse(self, r: Vector, steps: int, rate: float, neumann: str) -> tuple[Vector, Tensor]:
-        """Return the inverse Hessians applied to r, and the largest growth of a term of the series."""
+    def inverse(self, r: Vector, steps: int, rate: float, neumann: str) -> tuple[Vector, Tensor, Tensor]:
+        """Return the inverse Hessians applied to r, the largest growth of a term of the series, and the residuals."""
         problem = self.problem
         if neumann == "cg":
             ((sample, _),) = self.systems()
@@ -187,7 +189,7 @@ class _PathPoints:
                 "to the lower loss that makes it strongly convex",
                 result.indefinite.any(),
             )
-            return result.solution, torch.full((), torch.nan, device=problem.device)
+            return result.solution, torch.full((), torch.nan, device=problem.device), result.residual
         counts = [steps] * len(self.rows)
         if neumann == "product":
             generator = self.path.contexts.counters.generator
@@ -207,7 +209,7 @@ class _PathPoints:
             term, total = new, total + new
         solution = term * (steps * rate) if neumann == "product" else total * rate
         problem.checks.finite("hvp", solution, "A larger smoothness is the usual remedy")
-        return solution, ratio
+        return solution, ratio, term.lane_norm()
 
     def products(self, counts: list[int]) -> Iterator[Callable[[Vector], Vector]]:
         """Yield products with independent sample Hessians; a point is left out once its series has ended."""

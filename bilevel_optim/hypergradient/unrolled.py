@@ -88,6 +88,7 @@ def unrolled(
     oracle.checks.finite("lower_grad", solved.y)
     loss, h, adjoint = oracle.at(lower=solved.y).upper(upper_sample or oracle.f.draw(once=True))
     memory_adjoint: list[dict[str, Tensor]] = [{} for _ in adjoint]
+    end = adjoint.norm()
     while trajectory:
         step = trajectory.pop()
         adjoint, cross, memory_adjoint = _pulled_back(rule, step, adjoint, memory_adjoint)
@@ -104,6 +105,8 @@ def unrolled(
         diagnostics = {"lower_residual": last, **watched_growth(oracle.session, (first, middle), last, turn)}
     else:
         diagnostics = solved.watched(oracle.session)
+    if differentiated:
+        diagnostics["start_influence"] = adjoint.norm() / end.clamp_min(torch.finfo(end.dtype).tiny)
     start = adjoint if differentiated == steps else None
     return Estimate(loss, h, diagnostics, start=start, lower=solved.y, solver=solved.memory)
 

@@ -129,23 +129,28 @@ def _indirect(
     lanes = [(0, 0.0), *((j, s) for j in range(directions.count)[own] for s in signs)]
     measured, moved, on_the_way = [], [], []
     base: Vector | None = None
+    ahead: list[Vector] = []  # gradients of the base path, at its first and its last step
+    rests: list[list[Tensor]] = []
     done = 0
     while done < len(lanes):
         part = lanes[done : done + paths.at_once(len(lanes))]
         upper = directions.points(part)
-        ends, slopes, sums = paths.run(upper)
-        on_the_way.append(sums)
+        found = paths.run(upper)
+        ends, slopes = found.y, [own for own in (found.first, found.last) if own is not None]
+        on_the_way.append(found.total)
         if base is None:
             base = ends.lane(0).clone()
             oracle.checks.finite("lower_grad", base)
-            oracle.checks.scalar("loss", sums[0])
-            residual = None if slopes is None else slopes.lane(0).norm()
+            oracle.checks.scalar("loss", found.total[0])
+            ahead = [own.lane(0).clone() for own in slopes]
         values, loss = measure(upper, ends, base)
         measured.append(values)
         difference = ends - Vector(t.unsqueeze(0) for t in base)
         moved.append(difference.lane_norm() ** 2)
+        pairs = zip(slopes, ahead, strict=True)
+        rests.append([(own - Vector(t.unsqueeze(0) for t in of_base)).lane_norm() for own, of_base in pairs])
         done += len(part)
-        del upper, ends, difference
+        del upper, found, ends, slopes, difference
     assert base is not None
     values, squares = torch.cat(measured)[1:], torch.cat(moved)[1:]
     values = values.view(-1, 2) @ constant(signs, values) / 2 if central else values
@@ -167,7 +172,8 @@ def _indirect(
         lambda dropped: dropped > 0,
         dropped,
     )
-    (estimate,) = ranks.total(directions.combine(mine / (directions.count - dropped), own))
+    squares_left = [torch.cat(part).nan_to_num(0, 0, 0).square().sum() for part in zip(*rests, strict=True)]
+    estimate, *squares_left = ranks.total(directions.combine(mine / (directions.count - dropped), own), *squares_left)
     oracle.checks.finite("lower_grad", estimate, "Every perturbed lower solve diverged: use a smaller smoothing")
     diagnostics = {
         "indirect_norm": estimate.norm(),
@@ -176,8 +182,10 @@ def _indirect(
         "difference_error": _rounding(base, squares) if paths.samples else squares.new_zeros(()),
         "dropped_directions": dropped,
     }
-    if residual is not None:
-        diagnostics["lower_residual"] = residual
+    if ahead:
+        first, last = squares_left
+        diagnostics["lower_residual"] = ahead[1].norm()
+        diagnostics["response_residual"] = (last / first.clamp_min(torch.finfo(first.dtype).tiny)).sqrt()
     return estimate, base, diagnostics
 
 

@@ -33,6 +33,8 @@ __all__ = ["F2SA"]
 
 SAMPLES = ("shared", "independent")
 LARGEST_NU = 1.0  # a larger value is taken for a mistake
+NOISY_NU = 1e-2  # with independent samples, whose noise is divided by nu
+SHARE = 0.6  # of the step that balances the errors at unit scale: more than that costs more than less
 DIVERGED = f"{DATA_FIRST}, a smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
 CONVEXITY = "Invalid {name} value: {value} (it must be at most ell, because no curvature is larger than ell)"
 ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are unreliable
@@ -74,8 +76,10 @@ class F2SA(BilevelOptimizer):
 
     *Choosing nu.* It is not scale free: multiplying g by s multiplies the right nu by s. In units of 1/r,
     r the :math:`\lambda_{\max}` above, rounding and truncation balance near 5e-3 (order 2), 3e-2 (4) and 7e-2 (6) in
-    float32, and near 7e-6, 6e-4 and 4e-3 in float64. Test a choice with `check_hypergradient`. With
-    ``samples="shared"`` sampling noise does not grow as nu falls; with independent samples it grows like 1/nu.
+    float32, and near 7e-6, 6e-4 and 4e-3 in float64. The default is :math:`0.6\, u^{1/(p+1)} / p`, with u the precision
+    of the losses: 2.1e-4 (order 1), 1.5e-3 (2) and 6.2e-3 (4) in float32, 8.9e-9, 1.8e-6 and 1.1e-4 in float64, 0.05 to
+    0.06 under bfloat16 autocast around the step. Test a choice with `check_hypergradient`.
+    With ``samples="shared"`` sampling noise does not grow as nu falls; with independent samples it grows like 1/nu.
 
     *Cost per step*, n copies: n ``lower_steps`` lower and upper gradients in y, n of each in x (node 0 needs no upper
     gradient, only one value of f). *Draws*: for each lower step one upper and one lower batch, shared by the copies (n
@@ -92,7 +96,8 @@ class F2SA(BilevelOptimizer):
         lower_lr: learning rate of the lower steps.
         lower_steps: lower steps per outer step, for each copy.
         order: p >= 1, the order of the finite difference. Default: 2.
-        nu: :math:`\nu > 0`, the step of the finite difference, 1 / (penalty multiplier). Default: 1e-2.
+        nu: :math:`\nu > 0`, the step of the finite difference, 1 / (penalty multiplier). Default: None, by the
+            precision and the order, as above; 1e-2 with independent samples.
         stencil: ``"central"`` (even p), ``"forward"`` (nodes 0 to p; no negative perturbations, but weights that grow
             like :math:`2^p`), ``"centred"`` (odd p, nearly central), or ``"auto"``: central for even p, forward for odd
             p, and a change to forward, with a warning, when copies at negative nodes diverge. Default: ``"auto"``.
@@ -144,7 +149,7 @@ class F2SA(BilevelOptimizer):
     )
 
     order: int = count(least=1, default=2)
-    nu: float = number(default=1e-2, above=0, saved=True)
+    given_nu: float | None = number(default=None, above=0, optional=True, saved=True, alias="nu")
     _given_stencil: str = choice(*KINDS, "auto", default="auto", alias="stencil")
     samples: str = choice(*SAMPLES, default="shared")
     normalize: bool | None = flag(default=None, optional=True)
@@ -152,7 +157,7 @@ class F2SA(BilevelOptimizer):
     def _arrange(self, options: dict[str, Any]) -> None:
         super()._arrange(options)
         order, nu, stencil = options["order"], options["nu"], options["stencil"]
-        if nu > LARGEST_NU:
+        if nu is not None and nu > LARGEST_NU:
             warn(
                 f"nu={nu:g} is the step of a finite difference, whose error grows like nu^{order}; use 1e-3 to 1e-1 "
                 f"for losses of similar size, or nu={1 / nu:.3g} if {nu:g} was meant as the multiplier of a penalty"
@@ -238,6 +243,20 @@ class F2SA(BilevelOptimizer):
         return made
 
     @property
+    def nu(self) -> float:
+        """Step of the finite difference; unless it is given, the one that balances truncation and rounding errors."""
+        if self.given_nu is not None:
+            return self.given_nu
+        if self.samples == "independent":
+            return NOISY_NU
+        y = next(group["params"][0] for group in self.param_groups if group["level"] == "lower")
+        return SHARE / self.order * working_unit(y) ** (1 / (self.order + 1))
+
+    @nu.setter
+    def nu(self, value: float) -> None:
+        self.given_nu = value
+
+    @property
     def stencil(self) -> str:
         """Current stencil, which ``"auto"`` may have changed."""
         present: str = self.numbers.get("stencil", self._given_stencil)
@@ -276,6 +295,8 @@ class F2SA(BilevelOptimizer):
             figures = *g.unbind(), *f.unbind(), apart, found["lower_residual"].max()
             falls = partial(_falls, self.nu, 1e3 * torch.finfo(y[0].dtype).eps)
             oracle.checks.alert_if("another basin", BASIN, falls, *figures)
+        if solved.gradient is not None:
+            found["linear_relative_residual"] = self._unsolved_part(formula, copies, solved.gradient, estimate)
         estimate = replace(estimate, diagnostics={})
         return replace(
             estimate.noting(**found, spread=spread),
@@ -315,6 +336,19 @@ class F2SA(BilevelOptimizer):
             return g.sum(), slopes
 
         return gradient
+
+    def _unsolved_part(self, formula: Stencil, copies: Vector, slopes: Vector, estimate: Estimate) -> Tensor:
+        """Return an upper bound of the relative residual of the linear system that two neighbouring copies solve.
+
+        Their distance d per unit of perturbation approximates -v. The difference of their gradients is the residual of
+        H v = b, with b the gradient of f in y, whose norm is at least the change of f over d.
+        """
+        i, j = formula.nodes.index(0 if 0 in formula.nodes else -1), formula.nodes.index(1)
+        apart, rest = (Vector(t[j] - t[i] for t in both).norm() for both in (copies, slopes))
+        f = estimate.diagnostics["upper"]
+        change = torch.maximum((f[j] - f[i]).abs(), torch.finfo(copies[0].dtype).eps * f[j].abs())
+        step = (formula.nodes[j] - formula.nodes[i]) * self.nu
+        return apart * rest / (step * change).clamp_min(torch.finfo(change.dtype).tiny)
 
     def _watched_spread(
         self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, inputs: StepInputs

@@ -447,7 +447,8 @@ class BilevelOptimizer(Method):
     def _extra_repr(self) -> str:
         """Return the method's own arguments as text, like ``torch.nn.Module.extra_repr``."""
         common = signature_of(BilevelOptimizer).parameters
-        shown = {name: getattr(self, name) for name in signature_of(type(self)).parameters if name in vars(self)}
+        own = {*vars(self), *self._saved_options}
+        shown = {name: getattr(self, name) for name in signature_of(type(self)).parameters if name in own}
         shown = {name: value for name, value in shown.items() if name not in common or value != common[name].default}
         if self._oracle_options.hvp != "exact":
             shown["hvp"] = self._oracle_options.hvp
@@ -472,7 +473,7 @@ class BilevelOptimizer(Method):
             "placeholders": self._placeholders,
             "generator": None if self.generator is None else self.generator.get_state(),
             "numbers": self.numbers,
-            "options": {name: checkpoint.plain(getattr(self, name)) for name in self._saved_options},
+            "options": {name: checkpoint.plain(getattr(self, own)) for name, own in self._saved_options.items()},
             "types": checkpoint.types(self.param_groups),
         }
         return checkpoint.packed(state, own, self.param_groups)
@@ -481,7 +482,7 @@ class BilevelOptimizer(Method):
         """Load a result of :meth:`state_dict` into an optimizer made with the same arguments."""
         own, state_dict = checkpoint.unpacked(state_dict, self.param_groups[0]["params"][0].device)
         checkpoint.require_loadable(
-            own, state_dict, type(self).__name__, self._variant_of_state, self._saved_options, self.param_groups,
+            own, state_dict, type(self).__name__, self._variant_of_state, [*self._saved_options], self.param_groups,
             self.generator,
         )  # fmt: skip
         checkpoint.load_exactly(self, super().load_state_dict, state_dict, self._place_of)
@@ -492,8 +493,8 @@ class BilevelOptimizer(Method):
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
         self.numbers = own["numbers"]
-        for name in self._saved_options:
-            setattr(self, name, own["options"][name])
+        for name, attribute in self._saved_options.items():
+            setattr(self, attribute, own["options"][name])
 
     def __getstate__(self) -> dict[str, Any]:
         rules, upper_rules = self._new_rules()  # these are made again

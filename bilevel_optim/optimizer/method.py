@@ -118,7 +118,7 @@ class Method(Options, Optimizer, ABC):
     lower_projection: InitVar[Projection | None] = option(default=None)
     declared: ClassVar[MethodInfo] = UNDECLARED  # description for the tables, recipes and generic tests
     _variant_of_state = cast("Mapping[str, Any]", MappingProxyType({}))  # a state of another variant is not loaded
-    _saved_options: ClassVar[tuple[str, ...]] = ()  # names of the options in a checkpoint
+    _saved_options: ClassVar[Mapping[str, str]] = {}  # options in a checkpoint, with their attributes
     _doors: ClassVar[frozenset[str]] = frozenset()  # ways besides the losses by which the estimate lets x reach y
     _one_loss = False  # True if step takes one loss, from which `_objectives` makes the two
     _responds = True  # False if the estimate does not rely on y's response to x in the lower loss
@@ -130,7 +130,7 @@ class Method(Options, Optimizer, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._saved_options = tuple([one.attribute for one in cls._options.values() if one.saved and one.attribute])
+        cls._saved_options = {name: one.attribute for name, one in cls._options.items() if one.saved and one.attribute}
         cls.__signature__ = signature_of(cls)  # type: ignore[attr-defined]
         if "declared" in vars(cls):
             register(cls)

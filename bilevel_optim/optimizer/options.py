@@ -81,6 +81,7 @@ def number(
     finite: bool = True,
     optional: bool = False,
     saved: bool = False,
+    alias: str | None = None,
 ) -> Any:
     """Declare a real number larger than ``above``, at least ``least`` and at most ``most``; or None if ``optional``."""
 
@@ -93,7 +94,11 @@ def number(
     bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit))
     kind = "a finite number" if finite and most == math.inf else "a number"
     wording = _wording(f"{kind} {'of ' if bounds.startswith('at') else ''}{bounds}".strip(), optional)
-    return Option(check=lambda name, value: require(name, value, valid(value), wording), default=default, saved=saved)
+
+    def check(name: str, value: Any) -> None:
+        require(name, value, valid(value), wording)
+
+    return Option(check=check, default=default, saved=saved, alias=alias)
 
 
 def count(*, default: Any = REQUIRED, least: int = 0, optional: bool = False, saved: bool = False) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,22 @@ ANOTHER_START = (
     "would be noise: let it draw from torch's default generator, which is set back, or from one that it makes anew"
 )
 STACK = 1 << 22  # most entries of x and y in paths that run together: larger paths gain nothing from it
+
+
+class PathEnds(NamedTuple):
+    """Results of paths, each with a leading dimension of their number.
+
+    Attributes:
+        y: where they end.
+        first: gradients of g at the first steps; None without steps.
+        last: those at the last steps, or the residual of a projected step.
+        total: sums of g over the steps.
+    """
+
+    y: Vector
+    first: Vector | None
+    last: Vector | None
+    total: Tensor
 
 
 class Paths:
@@ -62,8 +78,8 @@ class Paths:
             n = min(n, max(STACK // max(entries, 1), 1))
         return session.options.at_once(n)
 
-    def run(self, upper: Vector) -> tuple[Vector, Vector | None, Tensor]:
-        """Return the ends of paths from these x, shape (n, ...), the last lower gradients, and the sum of g on each."""
+    def run(self, upper: Vector) -> PathEnds:
+        """Return the results of paths from these x."""
         n, doors = len(upper[0]), self.oracle.session.doors
         with self._at(upper, 0) if doors and n == 1 else nullcontext():  # all that reads x reads that of the path
             return self._run(upper, n)
@@ -84,7 +100,7 @@ class Paths:
         self._begun = True
         return stack(found)
 
-    def _run(self, upper: Vector, n: int) -> tuple[Vector, Vector | None, Tensor]:
+    def _run(self, upper: Vector, n: int) -> PathEnds:
         start = stack([self.oracle.y] * n) if self._start is None else self._starts(upper, n)
         if self._from_upper:  # with tasks, each starts there
             own = Vector(upper[-len(start) :])
@@ -97,7 +113,8 @@ class Paths:
             rule = rule.with_limits(replace(rule.limits, at=partial(self._at, upper)))
         # The x of a single path is that of all its steps, so that what depends on x alone is kept.
         oracle, copies = (self.oracle.at(upper=upper.lane(0)), None) if n == 1 else (self.oracle, upper)
-        samples, values = iter(self.samples), []
+        samples, values = iter(self.samples), list[Tensor]()
+        first = list[Vector]()
 
         def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
             sample = next(samples)
@@ -105,10 +122,13 @@ class Paths:
             def gradient(y: Vector) -> tuple[Tensor, Vector]:
                 (own,), slopes = Copies(oracle, y, copies).lower_slopes(("lower", sample, [1.0] * n))
                 values.append(own)
+                if not first:
+                    first.append(slopes)
                 return own.sum(), slopes
 
             return gradient
 
         solved = rule.run(start, rule.fresh(), len(self.samples), draw)
         solved.watched(oracle.session)
-        return solved.y, solved.residual, torch.stack(values).sum(0) if values else start[0].new_zeros(n)
+        total = torch.stack(values).sum(0) if values else start[0].new_zeros(n)
+        return PathEnds(solved.y, first[0] if first else None, solved.residual, total)

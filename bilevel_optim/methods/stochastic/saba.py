@@ -147,7 +147,7 @@ class SABA(SingleLoop):
         estimate = Estimate(
             torch.stack(losses).mean(),
             f.directions["direct"] - g.directions["cross"],
-            {"linear_residual": residual},
+            {"linear_residual": residual, "linear_right_side": f.directions["adjoint"]},
             memory={**f.memory, **g.memory, **solution},
             upper_memory={**f.upper_memory, **g.upper_memory},
             writes=(*f.writes, *g.writes),

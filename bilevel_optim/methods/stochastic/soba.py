@@ -107,7 +107,11 @@ class SOBA(SingleLoop):
         here = inputs.step_along(oracle, system.gradient)
         memory = {"linear_solution": v.descended(residual, rates)} if self.warm_start else {}
         estimate = Estimate(
-            loss, grad_x - cross, {"linear_residual": residual}, memory, covers_all_vectors=self.warm_start
+            loss,
+            grad_x - cross,
+            {"linear_residual": residual, "linear_right_side": grad_y},
+            memory,
+            covers_all_vectors=self.warm_start,
         )
         return here.with_lower(estimate)
 
@@ -180,7 +184,7 @@ class FSLA(SingleLoop):
         """Step y and v once, and update the recursion of the hypergradient there."""
         here = inputs.run_lower_steps(oracle, 1)
         point = here.oracle
-        v, residual = self._linear_step(point, inputs)
+        v, residual, grad_y = self._linear_step(point, inputs)
         xi, zeta = oracle.f.draw(), oracle.g.draw()
         loss, h = _direct(point, xi, zeta, v)
         old_y, old_v = (inputs.memory.get(name) for name in ("previous", "linear_solution"))
@@ -190,23 +194,23 @@ class FSLA(SingleLoop):
         estimate = Estimate(
             loss,
             h,
-            {"linear_residual": residual},
+            {"linear_residual": residual, "linear_right_side": grad_y},
             memory={"linear_solution": v, "previous": point.y},
             upper_memory={"direction": h, "previous": oracle.x},
         )
         return here.with_lower(estimate)
 
-    def _linear_step(self, oracle: Oracle, inputs: StepInputs) -> tuple[Vector, Vector]:
-        """Return the next v, and the residual of the last one."""
+    def _linear_step(self, oracle: Oracle, inputs: StepInputs) -> tuple[Vector, Vector, Vector]:
+        """Return the next v, the residual of the last one, and the right-hand side."""
         xi, zeta, rates = oracle.f.draw(once=True), system_sample(oracle), inputs.linear_rates(self.linear_lr)
         _, _, grad_y = oracle.upper(xi)
         v = self._solution(inputs)
         if v is None:
-            return grad_y * rates, grad_y
+            return grad_y * rates, grad_y, grad_y
         with oracle.lower_system(zeta, gradient=False) as system:
             residual = system.hvp(v) - grad_y
         oracle.checks.finite("hvp", residual)
-        return v - residual * rates, residual
+        return v - residual * rates, residual, grad_y
 
 
 def _direct(oracle: Oracle, xi: Sample, zeta: Sample, v: Vector) -> tuple[Tensor, Vector]:
