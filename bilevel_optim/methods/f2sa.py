@@ -250,7 +250,7 @@ class F2SA(BilevelOptimizer):
         if self.samples == "independent":
             return NOISY_NU
         y = next(group["params"][0] for group in self.param_groups if group["level"] == "lower")
-        return SHARE / self.order * working_unit(y) ** (1 / (self.order + 1))
+        return float(SHARE / self.order * working_unit(y) ** (1 / (self.order + 1)))
 
     @nu.setter
     def nu(self, value: float) -> None:

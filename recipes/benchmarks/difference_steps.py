@@ -65,7 +65,7 @@ def grid(name: str) -> list[float]:
 def of_f2sa(case: Case, name: str, order: int, nu: float | None) -> float:
     """Return the relative error of an estimate; without nu, at the default."""
     x, y = (t.to(PRECISIONS[name][0]).clone().requires_grad_() for t in (case.x, case.y))
-    options = {} if nu is None else {"nu": nu}
+    options: dict[str, Any] = {} if nu is None else {"nu": nu}
     assert case.right is not None
     with precision(name), warnings.catch_warnings():
         warnings.simplefilter("ignore", bo.BilevelWarning)
