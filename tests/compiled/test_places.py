@@ -1,0 +1,89 @@
+"""A compiled step finds its state at known places, and looks anew when something else has changed than values."""
+
+import copy
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+
+from ..problems import seeded
+
+
+def made(compiled):
+    x, y = (torch.randn(2, 3, generator=seeded(k), dtype=torch.float32).requires_grad_() for k in (1, 2))
+    adam = torch.optim.Adam
+    optimizer = bo.SOBA([x], [y], lr=0.01, upper_optimizer=adam, lower_optimizer=lambda groups: adam(groups, lr=0.05))
+    if compiled:
+        optimizer.compile(backend="eager")
+
+    def step():
+        return optimizer.step(lambda: (y - 1).square().sum(), lambda: ((y - x).square() * (1 + y.square())).sum())
+
+    return optimizer, x, y, step
+
+
+def transposed(optimizer, x, y):
+    """Other strides."""
+    for p in (x, y):
+        for name, value in optimizer.state[p].items():
+            if value.dim() == 2:
+                optimizer.state[p][name] = value.t().contiguous().t()
+
+
+def cast(optimizer, x, y):
+    for p in (x, y):
+        p.data, p.grad = p.data.double(), None
+
+
+def loaded(optimizer, x, y):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def zeroed(optimizer, x, y):
+    """Other tensors of the same form."""
+    for p in (x, y):
+        optimizer.state[p] = {name: value * 0.5 for name, value in optimizer.state[p].items()}
+
+
+def deleted(optimizer, x, y):
+    optimizer.state[y].pop(next(name for name in optimizer.state[y] if not name.startswith("lower_optimizer.")))
+
+
+def emptied(optimizer, x, y):
+    optimizer.state.clear()
+
+
+@pytest.mark.parametrize("change", [transposed, cast, loaded, zeroed, deleted, emptied])
+def test_changes_of_the_state_between_steps_count_as_in_eager_steps(change):
+    ends = []
+    for compiled in (False, True):
+        optimizer, x, y, step = made(compiled)
+        for _ in range(7):
+            step()
+        graphs = optimizer.captured_graphs
+        assert (graphs > 0) is compiled
+        change(optimizer, x, y)
+        losses = [float(step()) for _ in range(6)]
+        assert "compile_fallback" not in optimizer.diagnostics
+        if compiled and change in (transposed, cast):
+            assert optimizer.captured_graphs == graphs + 1  # one for each form
+        ends.append([*losses, *x.flatten().tolist(), *y.flatten().tolist()])
+    assert ends[1] == pytest.approx(ends[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("method", [bo.MRBO, bo.SUSTAIN])
+def test_gradients_may_be_changed_in_place(method):
+    ends = []
+    for changed in (False, True):
+        torch.manual_seed(0)
+        x, y = (torch.randn(3, generator=seeded(k)).requires_grad_() for k in (1, 2))
+        optimizer = method([x], [y], lr=0.01, lower_lr=0.1)
+        optimizer.compile(backend="eager")
+        for _ in range(8):
+            optimizer.step(lambda y=y: (y - 1).square().sum(), lambda x=x, y=y: ((y - x).square() * (1 + y**2)).sum())
+            if changed:
+                x.grad.zero_()
+        assert optimizer.captured_graphs
+        ends.append([*x.tolist(), *y.tolist()])
+    assert ends[0] == ends[1]
