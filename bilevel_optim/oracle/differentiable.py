@@ -139,15 +139,21 @@ def mark_graph(loss: Any, outside: Sequence[Tensor]) -> object:
     return mark
 
 
-def is_marked(loss: Any, mark: object) -> bool:
-    """Return True if a loss's graph has a part of the graph that was marked."""
-    nodes = _nodes(loss) if isinstance(loss, Tensor) else ()
-    return any(node.metadata.get("bilevel_optim") is mark for node in nodes if node.next_functions)
+def is_marked(loss: Any, mark: object, leaves: Sequence[Tensor]) -> bool:
+    """Return True if a loss's graph has a part of the graph that was marked, and that leads to one of these leaves."""
+    wanted = {id(t) for t in leaves}
+    marked = [n for n in _nodes(loss) if n.metadata.get("bilevel_optim") is mark] if isinstance(loss, Tensor) else []
+    return any(id(getattr(node, "variable", None)) in wanted for node in _reached(marked))
 
 
 def _nodes(loss: Tensor) -> Iterator[Any]:
     """Yield the operations in a loss's graph."""
-    seen, stack = set(), [loss.grad_fn]
+    return _reached([loss.grad_fn])
+
+
+def _reached(stack: list[Any]) -> Iterator[Any]:
+    """Yield these operations and those that they lead to."""
+    seen = set()
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:

@@ -175,7 +175,7 @@ class Point:
         with self.session.buffers_kept(), numbers_kept(self.device):
             mark = mark_graph(self._called(again, True, features), batch)
         loss = self._called(sample, True, features)
-        if is_marked(loss, mark):
+        if is_marked(loss, mark, (*self.live_x, *self.live_y)):
             raise ValueError(OUTSIDE.format(self.session.called(level)))
         self.session.graphs_checked.add(level)
         return loss

@@ -443,3 +443,29 @@ def test_the_check_has_no_reference_for_how_the_lower_problem_is_solved(name, op
     optimizer = getattr(bo, name)([x], [y], lr=0.1, lower_steps=5, warm_start=False, **options(x))
     with pytest.raises(ValueError, match=f"no reference where x reaches y by {door}"):
         bo.check_hypergradient(optimizer, lambda: (y - 0.1).square().sum(), lambda: (y - 1).square().sum())
+
+
+@ONCE
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:steps run eagerly")
+def test_a_graph_from_outside_that_leads_to_no_parameter_is_a_constant(name, compiled):
+    """Features of a frozen network that were computed once, without ``torch.no_grad``."""
+    found = []
+    for detached in (False, True):
+        torch.manual_seed(0)
+        frozen = torch.linspace(-1, 1, 9).view(3, 3).requires_grad_()
+        features = frozen.tanh()
+        if detached:
+            features = features.detach()
+        x, y = torch.tensor([0.3, -0.2, 0.5], requires_grad=True), torch.zeros(3, requires_grad=True)
+        optimizer = made_for(name, x, y)
+        if compiled:
+            optimizer.compile(backend="eager")
+        for _ in range(3):
+            optimizer.step(
+                lambda y=y, z=features: (z @ y - 1).square().sum() / 2,
+                lambda x=x, y=y, z=features: (z @ y - x).square().mean() / 2 + y.square().sum() / 2,
+            )
+        assert frozen.grad is None
+        found.append(torch.cat([x.grad, y.detach()]))
+    close(*found, 1e-12)
