@@ -588,7 +588,10 @@ class CompiledSteps:
         for i, (own, reader) in enumerate(entry.compiled):
             if own == form:
                 if i:
-                    entry.compiled.insert(0, entry.compiled.pop(i))
+                    entry.compiled.pop(i)
+                    entry.compiled.insert(0, (form, reader))
+                else:
+                    entry.compiled[0] = form, reader  # the next form shares objects with this one
                 return reader
         raise Unread
 

@@ -37,9 +37,9 @@ def solve(
         \frac{\partial y^*}{\partial x}^{\top} b = -\nabla^2_{xy} g\, v, \quad [\nabla^2_{yy} g]\, v = b.
 
     *When.* A lower problem is one operation among others: its solution goes into a network, a loss or a second lower
-    problem, and ``backward()`` runs through it. No constraints: put them into the loss by a penalty, or by new variables
-    (softmax for a simplex, softplus for bounds). If the whole program is a bilevel problem, a method such as `AID` is
-    cheaper, because it keeps y and v from step to step.
+    problem, and ``backward()`` runs through it. No constraints: put them into the loss by a penalty, or by new
+    variables (softmax for a simplex, softplus for bounds). If the whole program is a bilevel problem, a method such as
+    `AID` is cheaper, because it keeps y and v from step to step.
 
     *Cost.* Forward: one gradient for each evaluation of the minimiser. Backward: one Hessian-vector product for each
     iteration of MINRES, and one cross derivative. No graph of the minimiser's iterations is kept. Derivatives of any
