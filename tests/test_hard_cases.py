@@ -104,7 +104,8 @@ def test_nu_follows_precision_and_order():
         assert made(dtype, order=order).nu == pytest.approx(0.6 / order * torch.finfo(dtype).eps ** (1 / (order + 1)))
     optimizer = made(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert optimizer.nu == pytest.approx(0.3 * 2 ** (-7 / 3))
+        assert optimizer.nu == 0.035
+        assert made(torch.float32, order=1).nu == pytest.approx(0.6 * 2 ** (-7 / 2))
     assert made(torch.float32, samples="independent").nu == 1e-2
     optimizer.nu = 0.25
     assert "nu=0.25" in repr(optimizer)
@@ -119,6 +120,7 @@ def test_nu_follows_precision_and_order():
     ("loss", "precision", "quantity"),
     [
         ("quadratic", "float32", "nu, order 2"), ("softmax", "float32", "nu, order 4"),
+        ("quadratic", "bfloat16 autocast", "nu, order 4"),
         ("tanh network", "float64", "step of products"), ("tanh network", "bfloat16 autocast", "step of products"),
     ],
 )  # fmt: skip

@@ -564,7 +564,7 @@ class CompiledSteps:
         if gain.looks == LOOKS and self.settings.backend == "inductor":
             self._told = gain.text
             if not gain.pays:
-                warn(f"{gain.text}: leave out compile()")
+                warn(f"compiled steps are not faster: {gain.text}. Leave out compile()")
 
     # ------------------------------------------------------------------------------------------------ programs
 

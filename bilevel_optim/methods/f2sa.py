@@ -35,6 +35,7 @@ SAMPLES = ("shared", "independent")
 LARGEST_NU = 1.0  # a larger value is taken for a mistake
 NOISY_NU = 1e-2  # with independent samples, whose noise is divided by nu
 SHARE = 0.6  # of the step that balances the errors at unit scale: more than that costs more than less
+LONGEST = 0.035  # by default, for order 2 and more: a copy at a negative node may have no minimum at a larger one
 DIVERGED = f"{DATA_FIRST}, a smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
 CONVEXITY = "Invalid {name} value: {value} (it must be at most ell, because no curvature is larger than ell)"
 ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are unreliable
@@ -77,8 +78,9 @@ class F2SA(BilevelOptimizer):
     *Choosing nu.* It is not scale free: multiplying g by s multiplies the right nu by s. In units of 1/r,
     r the :math:`\lambda_{\max}` above, rounding and truncation balance near 5e-3 (order 2), 3e-2 (4) and 7e-2 (6) in
     float32, and near 7e-6, 6e-4 and 4e-3 in float64. The default is :math:`0.6\, u^{1/(p+1)} / p`, with u the precision
-    of the losses: 2.1e-4 (order 1), 1.5e-3 (2) and 6.2e-3 (4) in float32, 8.9e-9, 1.8e-6 and 1.1e-4 in float64, 0.05 to
-    0.06 under bfloat16 autocast around the step. Test a choice with `check_hypergradient`.
+    of the losses: 2.1e-4 (order 1), 1.5e-3 (2) and 6.2e-3 (4) in float32, 8.9e-9, 1.8e-6 and 1.1e-4 in float64. Under
+    bfloat16 autocast around the step it is 0.053 for order 1, and at most 0.035 for others, whose copies at negative
+    nodes may have no minimum at a larger one. Test a choice with `check_hypergradient`.
     With ``samples="shared"`` sampling noise does not grow as nu falls; with independent samples it grows like 1/nu.
 
     *Cost per step*, n copies: n ``lower_steps`` lower and upper gradients in y, n of each in x (node 0 needs no upper
@@ -250,7 +252,8 @@ class F2SA(BilevelOptimizer):
         if self.samples == "independent":
             return NOISY_NU
         y = next(group["params"][0] for group in self.param_groups if group["level"] == "lower")
-        return float(SHARE / self.order * working_unit(y) ** (1 / (self.order + 1)))
+        nu = SHARE / self.order * math.pow(working_unit(y), 1 / (self.order + 1))
+        return nu if self.order == 1 else min(nu, LONGEST)
 
     @nu.setter
     def nu(self, value: float) -> None:

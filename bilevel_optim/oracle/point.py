@@ -148,7 +148,7 @@ class Point:
         ``features`` are those of the sample at the current x, if the caller has them.
         """
         session = self.session
-        if not graph or session.found.writes_seen or level in session.graphs_checked or self.sharded:
+        if not graph or session.used is None or level in session.graphs_checked or self.sharded:
             loss = self._called(sample, graph, features)
         else:
             loss = self._with_own_graph(level, sample, features)

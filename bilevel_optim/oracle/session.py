@@ -180,7 +180,7 @@ class Session:
         one_by_one: why copies and lanes cannot run together in this step; empty if they can.
         hooked: some lower parameter has a hook.
         looped: why they ran in a loop, if that is not among the facts.
-    graphs_checked: levels whose loss has been checked in this step for graphs from outside.
+        graphs_checked: levels whose loss has been checked in this step for graphs from outside.
     """
 
     options: EvaluationOptions = field(default_factory=EvaluationOptions)

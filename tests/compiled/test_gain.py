@@ -38,4 +38,6 @@ def test_the_gain_of_compilation_is_told_and_a_loss_warned_of(compiled, told, mo
             found.append(optimizer.diagnostics.get("compile"))
     assert found[-1] == told
     assert found.count(told) == len(found) - found.index(told) > 10  # from then on, in every step
-    assert [str(w.message) for w in caught] == ([f"{NOT}: leave out compile()"] if told == NOT else [])
+    assert [str(w.message) for w in caught] == (
+        [f"compiled steps are not faster: {NOT}. Leave out compile()"] if told == NOT else []
+    )
