@@ -415,8 +415,9 @@ class BilevelOptimizer(Method):
             >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
             >>> optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.5)
             >>> loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
-            >>> optimizer.metrics()
-            {'loss': 0.5, 'hypergradient_norm': 0.5, 'lower_residual': 2.0, 'linear_residual': 0.5, 'linear_right_side': 1.0}
+            >>> figures = optimizer.metrics()
+            >>> figures["loss"], figures["hypergradient_norm"], figures["linear_residual"]
+            (0.5, 0.5, 0.5)
         """
         return floats({"loss": self._run_state.last_loss, **self.diagnostics})
 
