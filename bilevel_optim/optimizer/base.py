@@ -75,7 +75,8 @@ class BilevelOptimizer(Method):
         check_derivatives: in the first step with new losses, compare each derivative that the method takes with
             differences along a random direction, and raise `DerivativeError` if one is wrong. This costs about ten
             lower gradients, which are not counted. What cannot be decided, because of kinks, noise or low precision, is
-            named in ``diagnostics["derivatives"]``. Default: True.
+            named in ``diagnostics["derivatives"]``. Each loss is also called once more to see whether it uses a graph
+            that was made outside it. Default: True.
         generator: source of the method's own random numbers. Default: torch's default generator.
         vectorize: how to evaluate several copies of y: True, all at once under ``torch.func.vmap``; False, in a loop; a
             number, in chunks of that size. Default: True.
