@@ -44,8 +44,7 @@ class StatePlaces:
         self._found = False  # the rest is known
         self._kept: list[Any] = []  # options on which the state depends, and names of tensors among the numbers
         self._names: list[tuple[Tensor, dict[str, Any] | None, list[str]]] = []  # all entries of each live tensor
-        self._entries: list[tuple[dict[str, Any], str]] = []  # those that are tensors, in order
-        self._constants: list[tuple[dict[str, Any], str, Any]] = []  # those that are not
+        self._entries: list[tuple[dict[str, Any], str]] = []  # those that a step reads, in order
         self._forms: list[Any] = []
 
     def read(self) -> tuple[list[Tensor], Any]:
@@ -62,8 +61,6 @@ class StatePlaces:
             own = state.get(parameter)
             if own is not entries or (own is not None and [*own] != names):
                 return None
-        if self._constants and any([entries[name] != value for entries, name, value in self._constants]):
-            return None
         tensors = [t.detach() for t in self._live]
         tensors += self._pure.buffers
         tensors += self._rates(tensors[-1].device)
@@ -95,11 +92,9 @@ class StatePlaces:
         for prefix, level in ((SOLVER, y), (UPPER_SOLVER, x)):
             memory = known["solver" if prefix == SOLVER else "upper_solver"] or ()
             places += [(state[p], prefix + name) for p, entries in zip(level, memory, strict=False) for name in entries]
-        self._entries = [(entries, name) for entries, name in places if isinstance(entries[name], Tensor)]
-        self._constants = [(entries, name, v) for entries, name in places if not isinstance(v := entries[name], Tensor)]
-        self._found = True
-        again = self._at_known_places()
-        self._found = again is not None and _are_the_same(again[len(self._live) :], tensors[len(self._live) :])
+        self._entries, live = places, len(self._live)
+        again = self._at_known_places()  # None if an entry is no tensor: then each step searches
+        self._found = again is not None and _are_the_same(again[live:], tensors[live:])
         return tensors, self._form
 
 
@@ -164,15 +159,8 @@ class Writer:
         live += [] if not moved else zip(self._x, moved["x"], strict=True)
         self._live, self._values = Vector([t for t, _ in live]), [place for _, place in live]
 
-    def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any], gain: str = "") -> list[Write]:
-        """Return the writes of a call's results, in the order of `writes_of`.
-
-        Args:
-            optimizer: the optimizer.
-            values: the tensors at the places.
-            after: the run state after the step.
-            gain: what compilation has gained, for the diagnostics.
-        """
+    def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any]) -> list[Write]:
+        """Return the writes of a call's results, in the order of `writes_of`; ``after`` is the run state after it."""
         found: list[Write] = []
         if self._rows:
             rows = [

@@ -219,6 +219,7 @@ class CompiledSteps:
         self._rates: tuple[list[Any], list[Tensor]] = ([], [])
         self._most = FIRST
         self._told = ""  # what the last compilation has gained
+        self._loses = False  # it has not paid, which is still to be told
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), (self.optimizer, self.settings)  # a copy of an optimizer compiles its own steps
@@ -271,9 +272,12 @@ class CompiledSteps:
         return loss
 
     def _tell_gain(self) -> None:
-        """Add what compilation has gained to the diagnostics of a step, once it is known."""
+        """Add what compilation has gained to the diagnostics of a step, once it is known; warn once if it loses."""
         if self._told:
             self.optimizer._diagnostics["compile"] = self._told
+        if self._loses:
+            self._loses = False
+            warn(f"compiled steps are not faster: {self._told}. Leave out compile()")
 
     def _step(self, sources: Sources, update: bool) -> Tensor:
         entry = self._entry(sources, update)
@@ -559,12 +563,10 @@ class CompiledSteps:
         return Compared(made, found["buffers"], what)
 
     def _weigh(self, gain: Gain, eager: float, compiled: float) -> None:
-        """Note the times of a step that was made both ways; report the gain once, and warn if there is none."""
+        """Note the times of a step that was made both ways; once they are enough, the gain is told after the step."""
         gain.note(eager, compiled)
         if gain.looks == LOOKS and self.settings.backend == "inductor":
-            self._told = gain.text
-            if not gain.pays:
-                warn(f"compiled steps are not faster: {gain.text}. Leave out compile()")
+            self._told, self._loses = gain.text, not gain.pays
 
     # ------------------------------------------------------------------------------------------------ programs
 
