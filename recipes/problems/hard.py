@@ -541,12 +541,12 @@ CASES: dict[str, Entry] = {
     "ten lower steps, f linear in y": Entry(
         lambda: unsolved(linear=True), "The implicit hypergradient of a quadratic g is then exact at any y."
     ),
-    "lower_solver: scikit-learn's LogisticRegression": Entry(
+    "a lower solver of scikit-learn, default tolerance": Entry(
         lambda: loose_solver(1e-4, AID=("AID", {})),
-        "At its default tolerance. x: log weights of 100 examples. Central differences over the same solver are off by "
-        "6 to 48 % along a random direction, with steps of 0.1 to 1e-6.",
+        "LogisticRegression as `lower_solver`; x: log weights of 100 examples. Central differences over the same solver "
+        "are off by 6 to 48 % along a random direction, with steps of 0.1 to 1e-6.",
     ),
-    "lower_solver: the same, tolerance 1e-8": Entry(
+    "a lower solver of scikit-learn, tolerance 1e-8": Entry(
         lambda: loose_solver(1e-8), "Differences are off by less than 0.03 % with steps of 0.1 to 1e-3."
     ),
     "heavy ball, condition 1e4": Entry(
