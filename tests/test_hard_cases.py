@@ -59,8 +59,7 @@ def test_each_silent_case_and_each_false_alarm_has_a_reason():
 def test_a_solver_that_stops_early_is_told():
     """Its y is off by 1.4 %, in directions of small curvature; a gradient step would move it by 0.02 %."""
     loose, tight = (
-        CASES[f"lower_solver: {name}"].make()
-        for name in ("scikit-learn's LogisticRegression", "the same, tolerance 1e-8")
+        CASES[f"a lower solver of scikit-learn, {how}"].make() for how in ("default tolerance", "tolerance 1e-8")
     )
     for method in ("AID, 100 products", "AID, direct"):
         cell = hard_cases.judge(loose, *loose.methods[method])

@@ -543,8 +543,8 @@ CASES: dict[str, Entry] = {
     ),
     "a lower solver of scikit-learn, default tolerance": Entry(
         lambda: loose_solver(1e-4, AID=("AID", {})),
-        "LogisticRegression as `lower_solver`; x: log weights of 100 examples. Central differences over the same solver "
-        "are off by 6 to 48 % along a random direction, with steps of 0.1 to 1e-6.",
+        "LogisticRegression as `lower_solver`; x: log weights of 100 examples. Central differences over it are "
+        "off by 6 to 48 % along a random direction, with steps of 0.1 to 1e-6.",
     ),
     "a lower solver of scikit-learn, tolerance 1e-8": Entry(
         lambda: loose_solver(1e-8), "Differences are off by less than 0.03 % with steps of 0.1 to 1e-3."
