@@ -8,6 +8,7 @@ over the second half of 40 calls. A warm start restarts conjugate gradients. The
 * ``restart``: conjugate gradients from the last v, as in the library.
 * ``rarely``: the products of ten calls at every tenth one, and the same v in between.
 * ``direction``: the last search direction is kept (one product), and the new ones are conjugate to it.
+* ``change``: the last change of v is kept (one product), and the first new direction is conjugate to it.
 * ``Ritz``: two vectors are kept that approximate eigenvectors of least eigenvalue (two products).
 * ``momentum``: steps of heavy ball, momentum 0.98, in place of conjugate gradients.
 """
@@ -63,6 +64,22 @@ def direction(H: Tensor, b: Tensor, v: Tensor, products: int, kept: Memory, call
     return v, [used[-1][0] / used[-1][0].norm()]
 
 
+def change(H: Tensor, b: Tensor, v: Tensor, products: int, kept: Memory, call: int) -> tuple[Tensor, Memory]:
+    start, r, p = v, b - H @ v, b - H @ v
+    if kept:
+        image = H @ kept[0]
+        curvature = kept[0] @ image
+        length = (kept[0] @ r) / curvature
+        v, r = v + length * kept[0], r - length * image
+        p = r - (image @ r) / curvature * kept[0]
+    for _ in range(products - len(kept)):
+        image, square = H @ p, r @ r
+        length = square / (p @ image)
+        v, r = v + length * p, r - length * image
+        p = r + (r @ r) / square * p
+    return v, [v - start]
+
+
 def ritz(H: Tensor, b: Tensor, v: Tensor, products: int, kept: Memory, call: int) -> tuple[Tensor, Memory]:
     v, used = conjugated(H, b, v, products, kept)
     basis, rest = torch.linalg.qr(torch.stack([p for p, _ in used], 1))
@@ -79,21 +96,25 @@ def momentum(H: Tensor, b: Tensor, v: Tensor, products: int, kept: Memory, call:
 
 
 WAYS: dict[str, Way] = {
-    "restart": restart, "rarely": rarely, "direction": direction, "Ritz": ritz, "momentum": momentum,
+    "restart": restart, "rarely": rarely, "direction": direction, "change": change, "Ritz": ritz, "momentum": momentum,
 }  # fmt: skip
 
 
-def error(way: Way, condition: float, drift: float, products: int) -> float:
-    """Return the mean relative error of v over the second half of the calls."""
+def error(way: Way, condition: float, drift: float, products: int, noise: bool) -> float:
+    """Return the mean relative error of v over the second half of the calls.
+
+    With noise b is drawn at each call, around a mean; else it moves along a line.
+    """
     matrix, kind = spectrum(SIZE, condition), {"dtype": torch.float64}
     generator = stream(0, "drift")
-    first, change = (torch.randn(SIZE, generator=generator, **kind) for _ in range(2))  # type: ignore[call-overload]
+    first, away = (torch.randn(SIZE, generator=generator, **kind) for _ in range(2))  # type: ignore[call-overload]
     turn = torch.randn(SIZE, SIZE, generator=generator, **kind)  # type: ignore[call-overload]
     turn = (turn - turn.T) / math.sqrt(SIZE)
     v, kept, errors = torch.zeros_like(first), Memory(), []
     for call in range(CALLS):
         turned = torch.linalg.matrix_exp(drift * call / CALLS * turn)
-        H, b = turned @ matrix @ turned.T, first + drift * call * change
+        step = torch.randn(SIZE, generator=generator, **kind) if noise else call * away  # type: ignore[call-overload]
+        H, b = turned @ matrix @ turned.T, first + drift * step
         v, kept = way(H, b, v, products, kept, call)
         right = torch.linalg.solve(H, b)
         errors.append(float((v - right).norm() / right.norm()))
@@ -108,8 +129,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.option("products", [5, 10], "products of a call")
     parser.option("drifts", [1e-3, 1e-2, 1e-1], "change of b in a call, and a fortieth of the angle by which H turns")
     args = parser.parse(arguments)
-    cases = [(c, k, d) for c in args.conditions for k in args.products for d in (0.0, *args.drifts)]
-    results = {f"{c:g}, {k}, {d:g}": {n: error(way, c, d, k) for n, way in WAYS.items()} for c, k, d in cases}
+    drifts = [(0.0, False), *((d, noise) for noise in (False, True) for d in args.drifts)]
+    cases = [(c, k, *drift) for c in args.conditions for k in args.products for drift in drifts]
+    results = {
+        f"{c:g}, {k}, {d:g}{' of noise' if noise else ''}": {n: error(way, c, d, k, noise) for n, way in WAYS.items()}
+        for c, k, d, noise in cases
+    }
     rows = [[*name.split(", "), *values.values()] for name, values in results.items()]
     show("mean relative error of v", ["condition", "products", "drift", *WAYS], rows)
     return save(args, args.out / "warm_starts", {"results": results})
