@@ -165,7 +165,7 @@ class Writer:
         live += [] if not moved else zip(self._x, moved["x"], strict=True)
         self._live, self._values = Vector([t for t, _ in live]), [place for _, place in live]
         places = [leaf for leaf in tree_leaves(results) if type(leaf) is Place]
-        # Whether gradients have memory of their own: None until there are results to look at.
+        # True if gradients have memory of their own; None until there are results to look at.
         self._alone = None if all([places.count(place) == 1 for place in self._gradient]) else False
 
     def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any]) -> list[Write]:

@@ -322,7 +322,7 @@ class Together:
         return True
 
     def known(self, losses: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
-        """Look at the functions: return the program for their state and what they read; None if none is noted."""
+        """Look at the functions; return the program for their state, with the tensors read; None if none is noted."""
         try:
             self._known(losses, self._examples)
         except Unread:

@@ -719,7 +719,8 @@ class CompiledSteps:
         while done < steps:
             found = None
             if not (optimizer._finished() or has_hooks(optimizer) or optimizer._sets_below(tasks)):
-                found = self._run_chain(_sources(upper, lower, tasks), min(steps - done, self._most))
+                with optimizer._turn:
+                    found = self._run_chain(_sources(upper, lower, tasks), min(steps - done, self._most))
             if found is not None:
                 optimizer._watch_losses(found, moves=True)
             losses.append(one().reshape(1) if found is None else found)

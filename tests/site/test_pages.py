@@ -105,22 +105,6 @@ def test_a_folder_of_images_gives_an_index(tmp_path):
     assert [data[i][1:] for i in range(len(data))] == [(0, 0), (1, 1)]
 
 
-@pytest.mark.parametrize("name", ["higher", "torchopt"])
-@pytest.mark.filterwarnings("default")
-def test_the_other_library_gives_the_same(name):
-    library = pytest.importorskip(name)
-    text = (ROOT / f"docs/howto/from_{name}.md").read_text()
-    (runnable,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    problem = runnable.split("\nmeta = ")[0]
-    found = []
-    for code in re.findall(r"```\n(.*?)```", text, re.S)[:2]:  # theirs, ours
-        torch.manual_seed(0)
-        namespace = {name: library}
-        exec(problem + "\n" + code, namespace)
-        found.append(namespace["log_decay"].detach())
-    torch.testing.assert_close(*found)
-
-
 def assert_readable_on_a_phone(figure):
     """A page of 390 pixels leaves 358 to a picture: no letter may be smaller than 9 there, and no panel narrow."""
     from matplotlib.text import Text
