@@ -58,21 +58,24 @@ class Chain:
         except Refused:
             return None
 
-    def rows(self, columns: Mapping[str, Sequence[Any]], count: int) -> list[list[Tensor]]:
+    def rows(self, columns: Mapping[str, tuple[Sequence[Any], Sequence[Tensor]]], count: int) -> list[list[Tensor]]:
         """Return the tensors that each of ``count`` steps draws, up to the first step whose batches have another form.
 
-        ``columns`` are the batches of all steps, by source.
+        ``columns`` are the batches of all steps, by source, and the indices of terms.
         """
         rows: list[list[Tensor]] = [[] for _ in range(count)]
         for source, forms in self._samples.items():
             if source not in columns:
                 continue
-            batches, times = columns[source], len(forms)
+            (batches, indices), times = columns[source], len(forms)
+            if indices:
+                forms = [arguments for _, arguments, *_ in forms]
             parts = batches if _are_plain(batches, forms) else _parts(batches, forms)
             del rows[len(parts) // times :]
             for k, row in enumerate(rows):
-                for part in parts[k * times : (k + 1) * times]:
-                    row += part
+                for i in range(k * times, (k + 1) * times):
+                    row += parts[i]
+                    row += indices[i : i + 1]
         return rows
 
     def follow(self, first: Call, data: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor], Call]:

@@ -107,7 +107,7 @@ def draw(draws: Sequence[tuple[Draw, int]], sources: Sources, random: Mapping[st
         if own.only is not None and own.only[1] > int(random[own.only[0]]):
             batches += [batches[-1]] * times
         elif type(objective) is not Objective:
-            batches += [_one(objective.draw()) for _ in range(times)]
+            batches += _some(objective, times)
         elif objective.data is None:
             batches += [()] * times
         else:
@@ -115,19 +115,46 @@ def draw(draws: Sequence[tuple[Draw, int]], sources: Sources, random: Mapping[st
     return found
 
 
-def draw_many(draws: Sequence[tuple[Draw, int]], sources: Sources, count: int) -> dict[str, Sequence[Any]] | None:
-    """Draw the batches of ``count`` steps, by source, without sources that have none.
+def draw_many(
+    draws: Sequence[tuple[Draw, int]], sources: Sources, count: int
+) -> dict[str, tuple[Sequence[Any], Sequence[Tensor]]] | None:
+    """Draw the batches of ``count`` steps, by source, without sources that have none; with the indices of terms.
 
-    None if the batches of a step are not the next ones of lists.
+    None if the samples of a step are not the next batches of lists or terms of equal weight.
     """
-    times: dict[str, int] = {}
+    order: list[str] = []
     for own, n in draws:
         level = own.level if own.level in sources.objectives else "upper"
-        if own.whole or own.only is not None or type(sources.objectives[level]) is not Objective:
+        if own.whole or own.only is not None:
             return None
-        times[level] = times.get(level, 0) + n
-    found = [(level, sources.objectives[level], n * count) for level, n in times.items()]
-    return {level: own.take(n) for level, own, n in found if own.data is not None}
+        order += [level] * n
+    found: dict[str, tuple[Sequence[Any], Sequence[Tensor]]] = {}
+    sums: list[tuple[str, FiniteSum]] = []
+    for level in dict.fromkeys(order):
+        objective = sources.objectives[level]
+        if isinstance(objective, FiniteSum):
+            sums.append((level, objective))
+        elif type(objective) is not Objective:
+            return None
+    if any([own.weight(0) is not None for _, own in sums]):
+        return None
+    together = len({id(own.generator) for _, own in sums}) < len(sums)  # both draw from one stream of random numbers
+    if together and len({own.terms for _, own in sums}) > 1:
+        return None
+    for level in dict.fromkeys(order):
+        objective = sources.objectives[level]
+        if objective.data is not None and not isinstance(objective, FiniteSum):
+            found[level] = objective.take(order.count(level) * count), ()
+    if together:
+        (_, first), _ = sums
+        of_sums = [level for level in order if level in dict(sums)]
+        rows = first.indices(count * len(of_sums)).cpu().reshape(count, len(of_sums))
+        drawn = {level: rows[:, [k for k, o in enumerate(of_sums) if o == level]].reshape(-1) for level, _ in sums}
+    else:
+        drawn = {level: own.indices(count * order.count(level)).cpu() for level, own in sums}
+    for level, objective in sums:
+        found[level] = objective.batches(drawn[level].tolist()), drawn[level].unbind()
+    return found
 
 
 def draw_tasks(draws: Sequence[TaskDraw], sampler: Any, generator: Any, random: Mapping[str, Tensor]) -> Drawn:
@@ -144,8 +171,17 @@ def draw_tasks(draws: Sequence[TaskDraw], sampler: Any, generator: Any, random: 
     return found
 
 
-def _one(sample: Sample) -> Any:
-    return sample.arguments, _tensor(sample.index), _tensor(sample.weight)
+def _some(objective: Objective, times: int) -> list[Any]:
+    """Draw samples with their indices and weights."""
+    if type(objective) is not FiniteSum:
+        samples = [objective.draw() for _ in range(times)]
+        return [(sample.arguments, _tensor(sample.index), _tensor(sample.weight)) for sample in samples]
+    indices = objective.indices(times).cpu()
+    numbers = indices.tolist()
+    return [
+        ((batch,), index, _tensor(objective.weight(i)))
+        for batch, index, i in zip(objective.batches(numbers), indices.unbind(), numbers, strict=True)
+    ]
 
 
 def _terms(objective: Objective) -> Any:

@@ -163,7 +163,7 @@ class Writer:
         lower = results["lower"] if moved.get("lower") is None else moved["lower"]
         live = [] if lower is None else [*zip(y, lower, strict=True)]
         live += [] if not moved else zip(self._x, moved["x"], strict=True)
-        self._live, self._values = [t for t, _ in live], [place for _, place in live]
+        self._live, self._values = Vector([t for t, _ in live]), [place for _, place in live]
         places = [leaf for leaf in tree_leaves(results) if type(leaf) is Place]
         # True if gradients have memory of their own; None until there are results to look at.
         self._alone = None if all([places.count(place) == 1 for place in self._gradient]) else False
@@ -172,7 +172,7 @@ class Writer:
         """Return the writes of a call's results, in the order of `writes_of`; ``after`` is the run state after it."""
         found: list[Write] = [partial(self._write_state, optimizer, values, self._gradients(values))]
         if self._values:  # last, because the state may hold the old ones
-            found.append(partial(torch._foreach_copy_, self._live, [values[place] for place in self._values]))
+            found.append(partial(self._live.copy_, [values[place] for place in self._values]))
         if self._buffers:
             found += buffer_writes(self._pure, [values[place] for place in self._buffers])
         figures, numbers = picked(self._diagnostics, values), picked(self._numbers, values)

@@ -178,7 +178,7 @@ class StepReader:
         if len(readings) < 2 or any([r.arguments.rows or not r.arguments.grad for r in self.readers]):
             return
         if self._together is None or self._together.count != len(readings):
-            self._together = Together(self.readers)
+            self._together = Together(self.readers, dynamo.run)
         with torch.enable_grad():
             if not self._together.note(losses, [t for reading in readings for t in reading.tensors], program):
                 self._together = None

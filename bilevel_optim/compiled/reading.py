@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo as dynamo
 from torch import Tensor
 from torch._dynamo.eval_frame import remove_from_cache
 from torch.fx import GraphModule, Interpreter, Node
@@ -288,12 +287,13 @@ class Together:
 
     Args:
         readers: their readers, all with gradients.
+        run: ``dynamo.run``.
 
     Attributes:
         count: number of functions.
     """
 
-    def __init__(self, readers: Sequence[Reader]) -> None:
+    def __init__(self, readers: Sequence[Reader], run: Callable[..., Any]) -> None:
         self.count = len(readers)
         self._examples = [reader._examples for reader in readers]
         self._positions = {id(t) for reader in readers for t in reader._leaves} | {*map(id, readers[0]._live)}
@@ -307,7 +307,7 @@ class Together:
             return [losses[role](*own) for role, own in zip(roles, arguments, strict=True)]
 
         known, self._compile = _by_dynamo(read, self._calls, readers[0].constant)
-        self._known = dynamo.run(known)
+        self._known = run(known)
 
     def note(self, losses: Mapping[str, Any], reads: Sequence[Tensor], program: Any) -> bool:
         """Note the program for the present state of the functions; return False if a look does not find their reads."""

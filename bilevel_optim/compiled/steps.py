@@ -715,8 +715,8 @@ class CompiledSteps:
 
         Where nothing can change in between, one guarded call is followed by direct ones.
         """
-        optimizer, losses = self.optimizer, list[Tensor]()
-        while (done := sum(map(len, losses))) < steps:
+        optimizer, losses, done = self.optimizer, list[Tensor](), 0
+        while done < steps:
             found = None
             if not (optimizer._finished() or has_hooks(optimizer) or optimizer._sets_below(tasks)):
                 with optimizer._turn:
@@ -724,6 +724,7 @@ class CompiledSteps:
             if found is not None:
                 optimizer._watch_losses(found, moves=True)
             losses.append(one().reshape(1) if found is None else found)
+            done += len(losses[-1])
         return torch.cat(losses)
 
     def _run_chain(self, sources: Sources, most: int) -> Tensor | None:
@@ -731,10 +732,12 @@ class CompiledSteps:
         optimizer, entry = self.optimizer, self._entry(sources, True)
         if entry is None or entry.pure is None or not entry.compiled or self._why_eager(entry, sources):
             return None
+        if self._moves_on_host or not sources.are_lists or not entry.compiled[0][1].may_follow:
+            return None
         now, numbers = optimizer._run_state.steps, optimizer.numbers | sources.terms
         most = min(most, entry.unwatched, STILL - 1 - now if now < STILL else most)
         most = next((k for k in range(1, most) if optimizer._graph_key(now + k, numbers) != entry.key[2]), most)
-        if most < 2 or self._moves_on_host or not sources.are_lists or not entry.compiled[0][1].may_follow:
+        if most < 2:
             return None
         began, place = time.monotonic(), self._place(sources)
         try:

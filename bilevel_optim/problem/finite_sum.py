@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,9 @@ class FiniteSum(Objective):
             )
         super().__init__(loss, data if isinstance(data, list) else (), features=features)
         self.data: Any = data
+        self._batches: dict[int, Any] = {}
+        self._seen: list[Any] = []  # the tensors that these are views of
+        self._leaves: Sequence[Any] = ()
 
     def __len__(self) -> int:
         return self._count
@@ -94,21 +97,49 @@ class FiniteSum(Objective):
 
     def draw(self, *, once: bool = False) -> Sample:
         """Return a random term."""
+        return self.term(int(self.indices()), once=once)
+
+    def indices(self, *count: int) -> Tensor:
+        """Draw the indices of random terms: one, or ``count`` in one tensor, which are as many single draws."""
         device = "cpu" if self.generator is None else self.generator.device
-        return self.term(int(torch.randint(self._count, (), generator=self.generator, device=device)), once=once)
+        return torch.randint(self._count, count, generator=self.generator, device=device)
 
     def term(self, index: int, *, once: bool = False) -> Sample:
         """Return the sample of one term."""
-        if isinstance(self.data, list):
-            sample = self.sample(self.data[index], once=once)
-        else:
-            start, stop = (i * self._rows // self._count for i in (index, index + 1))
-            sample = self.sample(tree_map(lambda t: t[start:stop], self.data), once=once)
-            if self._rows % self._count:
-                weight, loss = (stop - start) * self._count / self._rows, self.loss
-                sample.loss, sample.weight = lambda *arguments: loss(*arguments) * weight, weight
+        sample = self.sample(*self.batches([index]), once=once)
+        weight = self.weight(index)
+        if weight is not None:
+            loss = self.loss
+            sample.loss, sample.weight = lambda *arguments: loss(*arguments) * weight, weight
         sample.index = index
         return sample
+
+    def batches(self, indices: Sequence[int]) -> list[Any]:
+        """Return the batches of terms: views of the data, the same ones at every call while the data are the same."""
+        data = self.data
+        if isinstance(data, list):
+            return [data[i] for i in indices]
+        leaves = data if type(data) is tuple else tree_leaves(data)
+        kept = not any([type(t) is not Tensor or t.requires_grad for t in leaves])
+        now = [(id(t), t.data_ptr(), t.shape, t.stride(), t.dtype) for t in leaves] if kept else []
+        if not kept or now != self._seen:
+            self._seen, self._batches, self._leaves = now, {}, leaves
+        found = self._batches
+        for i in indices:
+            if i not in found:
+                start, stop = self._bounds(i)
+                found[i] = tree_map(lambda t, start=start, stop=stop: t[start:stop], data)
+        return [found[i] for i in indices]
+
+    def weight(self, index: int) -> float | None:
+        """Return the weight of one term; None if all terms have as many rows."""
+        if isinstance(self.data, list) or not self._rows % self._count:
+            return None
+        start, stop = self._bounds(index)
+        return (stop - start) * self._count / self._rows
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        return index * self._rows // self._count, (index + 1) * self._rows // self._count
 
     def samples(self, most: int | None = None) -> list[Sample]:
         """Return the samples of all terms, whatever ``most`` is."""
@@ -134,6 +165,9 @@ class FiniteSum(Objective):
     def rewind(self, mark: tuple[Any, ...]) -> None:
         if self.generator is not None and mark:
             self.generator.set_state(mark[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_batches": {}, "_seen": [], "_leaves": ()}
 
     def __repr__(self) -> str:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)

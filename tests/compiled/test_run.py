@@ -144,6 +144,55 @@ def test_a_loss_with_other_data_has_another_graph(change):
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("kind", ["one stream", "own generators", "other counts", "other sizes", "mixed"])
+def test_terms_of_sums_are_drawn_at_once(kind):
+    """They are those of single draws, also from torch's default generator, and where terms have rows of their own."""
+    rows = torch.cat(BATCHES)
+    sizes = {"other counts": (2, 1), "other sizes": (2, 4)}.get(kind, (2, 2))
+
+    def make():
+        optimizer, (upper, lower), x, y = problem(bo.SOBA, BATCHES, BATCHES)
+        own = [seeded(k) if kind == "own generators" else None for k in (1, 2)]
+        terms = [
+            bo.FiniteSum(o.loss, rows, size, generator=generator)
+            for o, size, generator in zip((upper, lower), sizes, own, strict=True)
+        ]
+        return optimizer, (upper if kind == "mixed" else terms[0], terms[1]), x, y
+
+    results, counted = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        follow = Chain.follow
+        patch.setattr(Chain, "follow", lambda chain, first, data: counted.append(data) or follow(chain, first, data))
+        for at_once in (False, True):
+            torch.manual_seed(0)
+            optimizer, losses, x, y = make()
+            found = losses_of(optimizer, losses, at_once)
+            state = [torch.cat([o.generator.get_state() for o in losses if getattr(o, "generator", None)] or [rows])]
+            results.append([x.detach(), y.detach(), found, torch.get_rng_state(), *state])
+    assert all(map(torch.equal, *results))
+    assert kind == "other sizes" or max(map(len, counted)) == 6
+
+
+def losses_of(optimizer, losses, at_once, first=5, steps=14):
+    """Losses of the first steps, and of others that are made one by one or in a run."""
+    found = [optimizer.step(*losses) for _ in range(first)]
+    found += optimizer.run(*losses, steps=steps) if at_once else [optimizer.step(*losses) for _ in range(steps)]
+    return torch.stack(found)
+
+
+def test_batches_with_their_parts_in_another_order_end_what_is_drawn_at_once():
+    """Their tensors have the same forms, but another meaning."""
+    results = []
+    for at_once in (False, True):
+        pairs = [{"a": b, "b": b.flip(0) * 2} for b in BATCHES]
+        pairs[2] = {"b": pairs[2]["b"], "a": pairs[2]["a"]}
+        optimizer, losses, x, y = problem(bo.SOBA, pairs, pairs)
+        for objective, own in zip(losses, [o.loss for o in losses], strict=True):
+            objective.loss = lambda pair, own=own: own(pair["a"]) + pair["b"].sum() * own(pair["b"])
+        results.append([losses_of(optimizer, losses, at_once), x.detach(), y.detach()])
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("kind", ["shared generator", "one objective"])
 def test_the_order_of_draws_is_kept(kind):
     """If it matters which loss draws first, steps draw one by one, as the losses ask."""

@@ -1,5 +1,7 @@
 """The user's data: objectives, finite sums, samplers of tasks."""
 
+import copy
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -165,6 +167,35 @@ def test_finite_sum():
     assert (len(listed), listed.term(1).batch, listed.state_dict()) == (2, 4, {})
     assert repr(objective).endswith("3 terms)")
     assert Objective(lambda: None).draw().index is None
+
+
+def test_many_indices_of_a_finite_sum_are_as_many_draws():
+    ends = []
+    for together in (False, True):
+        objective = bo.FiniteSum(lambda batch: batch.mean(), torch.arange(70.0), 3, generator=seeded())
+        found = objective.indices(40).tolist() if together else [objective.draw().index for _ in range(40)]
+        ends.append((found, objective.state_dict()["generator"].tolist()))
+    assert ends[0] == ends[1]
+
+
+def test_batches_of_a_finite_sum_are_views_of_its_present_data():
+    data = {"a": torch.arange(6.0)}
+    objective = bo.FiniteSum(lambda batch: batch["a"].mean(), data, 2)
+    first = objective.term(1).batch["a"]
+    assert objective.term(1).batch["a"] is first
+    data["a"].mul_(2)
+    assert objective.term(1).batch["a"].tolist() == [4, 6]
+    data["a"] = -torch.arange(6.0)
+    assert objective.term(1).batch["a"].tolist() == [-2, -3]
+    data["a"].data = torch.ones(6)
+    assert objective.term(1).batch["a"].tolist() == [1, 1]
+    data["a"] = torch.ones(6, requires_grad=True)
+    with torch.no_grad():
+        objective.term(1)
+    assert objective.term(1).batch["a"].requires_grad
+    copied = copy.deepcopy(objective)
+    copied.data["a"].data.zero_()
+    assert copied.term(1).batch["a"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
