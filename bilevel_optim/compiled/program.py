@@ -158,7 +158,7 @@ class StepReader:
             raise Refused(
                 "a batch has a graph of its own, which a graph would cut: compute it in the loss, or detach it"
             )
-        readings: list[Reading] = []
+        readings = self._expected(given)
         while True:
             readings += [reader.compile(given.losses) for reader in self.readers[len(readings) :]]
             arguments = self._arguments(readings, given)
@@ -182,6 +182,24 @@ class StepReader:
         with torch.enable_grad():
             if not self._together.note(losses, [t for reading in readings for t in reading.tensors], program):
                 self._together = None
+
+    def _expected(self, given: Given) -> list[Reading]:
+        """Read plain losses on their first batches before the first trace, which would begin again for each of them."""
+        losses, readings = given.losses, list[Reading]()
+        if self.readers or {"upper features", "lower features"} & losses.keys():
+            return readings
+        for level in ("lower", "upper"):
+            first = next(iter(given.drawn.get(level, ())), None)
+            if callable(losses.get(level)) and isinstance(first, tuple):
+                with torch.enable_grad():
+                    leaves, structure = tree_flatten([*first])
+                    arguments = Arguments(level, leaves, structure, self._live, [t.shape for t in self._live])
+                self._read(arguments)
+                try:
+                    readings.append(self.readers[-1].compile(losses))
+                except Exception:  # if the step needs this loss, the trace will tell
+                    self.readers.pop()
+        return readings
 
     def _read(self, arguments: Arguments) -> None:
         self.readers.append(
