@@ -1,4 +1,4 @@
-"""The code of other libraries on the pages "Coming from ..." does what these pages say, where the library is installed."""
+"""The code of other libraries on the pages "Coming from ..." does what the pages say, where they are installed."""
 
 import inspect
 import logging
