@@ -45,7 +45,7 @@ NAMES = [
     Name("torch.utils._python_dispatch._pop_mode", "compiled/alone.py", "likewise", "likewise"),
     Name(
         "torch._foreach_*",
-        "problem/vector.py",
+        "compiled/places.py problem/vector.py",
         "one kernel for all tensors of a vector, as torch.optim has it",
         "a public foreach; until then a loop over the tensors",
     ),
@@ -187,7 +187,7 @@ NAMES = [
     # ------------------------------------------------------------------------------------ compiling
     Name(
         "torch._dynamo.run",
-        "compiled/program.py",
+        "compiled/program.py compiled/reading.py",
         "calls what was compiled, and never compiles anew: so it is seen that a loss has changed",
         "torch.compiler.set_stance, which holds for the whole process",
     ),

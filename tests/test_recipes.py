@@ -120,6 +120,12 @@ def right_hypergradients(r):
     assert row["sparse"]["error"] < 1e-12
 
 
+def restarts_are_slow(r):
+    for values in r["results"].values():
+        assert values["direction"] < 0.1 < 0.9 < values["restart"]
+        assert values["rarely"] < 0.5
+
+
 def constant_pixels(r):
     assert r["facts"]["digits"]["constant columns"] == 3
     assert r["facts"]["digits"]["rank"] == 61
@@ -314,6 +320,7 @@ RUNS = {
         right_hypergradients,
     ),
     "benchmarks.data_facts": ("", "data_facts", constant_pixels),
+    "benchmarks.warm_starts": ("--conditions 1e4 --products 5 --drifts 1e-9", "warm_starts", restarts_are_slow),
     "benchmarks.step_path": ("", None, None),
     "benchmarks.linear_systems": ("--systems ranking_with_a_bias", "linear_systems", no_silent_solve),
     "benchmarks.copies": ("--batches 2 --orders 2 --repeats 1", None, None),
@@ -335,7 +342,7 @@ RUNS = {
 }
 PLAIN = (
     "black_box", "contextual", "conditioning", "data_facts", "difference_steps", "hard_cases", "linear_systems",
-    "lower_rates", "many_tasks", "peers", "ranks", "transfer",
+    "lower_rates", "many_tasks", "peers", "ranks", "transfer", "warm_starts",
 )  # without a figure  # fmt: skip
 
 

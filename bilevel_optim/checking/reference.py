@@ -638,7 +638,7 @@ class _Truth:
     def _cause(self, level: str) -> str:
         """Return a clause that names the operations of a loss that are the likely cause of a wrong derivative."""
         sample = (self._upper if level == "upper" else self._lower)[0]
-        with self.oracle.session.buffers_kept(), self.oracle.placed():
+        with self.oracle.evaluating():
             found = custom_operations(self.oracle.value(level, sample))
         return f" (the likely cause is the operation {', '.join(found)})" if found else ""
 

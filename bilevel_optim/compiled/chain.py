@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .draws import Drawn
 from .forms import form_of
+from .places import storage_of
 from .program import Call, StepProgram
 from .reasons import Refused
 from .small_cpu import CallList
@@ -25,13 +27,13 @@ class Chain:
         program: the program.
         arguments: arguments of one of its calls.
         count: number of its results.
-        drawn: leaves of the samples of that call, from `leaves_of`.
-
-    Attributes:
-        data: forms of the tensors that every step draws, and the values of all else that it draws.
+        drawn: samples of that call.
+        random: its random inputs.
     """
 
-    def __init__(self, program: StepProgram, arguments: Sequence[Tensor], count: int, drawn: Sequence[Any]) -> None:
+    def __init__(
+        self, program: StepProgram, arguments: Sequence[Tensor], count: int, drawn: Drawn, random: Mapping[str, Tensor]
+    ) -> None:
         assert program.next_state is not None
         self.program = program
         self._loss, self._flags = program.writer.loss, program.writer.flags
@@ -39,40 +41,41 @@ class Chain:
         pairs = list(enumerate(program.next_state, self._first))
         self._from_results = [(j, int(k)) for j, k in pairs if k < count]
         self._from_arguments = [(j, k - count) for j, k in pairs if k >= count and j != k - count]
-        self._tensors = [k for k, leaf in enumerate(drawn) if isinstance(leaf, Tensor)]
-        self.data = [form_of(leaf) for leaf in drawn]
-        self._alike: dict[tuple[int, int, int], bool] = {}
+        self._form = form_of((drawn, random))
+        self._samples = {source: [form_of(sample) for sample in samples] for source, samples in drawn.items()}
         self._reusing: Sequence[CallList] | None = None  # the program again, with results that keep their memory
 
     def shares_memory(self, first: Call, live: Sequence[Tensor]) -> bool:
         """Return True if a loss reads the memory of a live tensor by itself: it changes when a step is written."""
-        moving, others = {*map(_storage, live)}, first.arguments[: self._first]
-        return any(_storage(t) in moving for t in others)
+        moving, others = {*map(storage_of, live)}, first.arguments[: self._first]
+        return any(storage_of(t) in moving for t in others)
 
-    def are_alike(self, first: int, place: int, count: int) -> bool:
-        """Return True if samples that have the form of those at ``first`` have that of those at ``place``."""
-        key = first, place, count
-        if key not in self._alike:
-            mine, others = self.data[first : first + count], self.data[place : place + count]
-            self._alike[key] = mine == others
-        return self._alike[key]
-
-    def fits(self, drawn: Sequence[Any], place: int | None = None) -> bool:
-        """Return True if samples have the form that the program was made for.
-
-        ``place``: the samples are only a part of a step's, from this position on.
-        """
-        wanted = self.data if place is None else self.data[place : place + len(drawn)]
+    def tensors(self, drawn: Drawn, random: Mapping[str, Tensor]) -> list[Tensor] | None:
+        """Return the tensors that a step draws; None if its samples have another form than the program's."""
+        found: list[Tensor] = []
         try:
-            return [
-                # of most leaves, without a call for each
-                (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else form_of(t)
-                for t in drawn
-            ] == wanted
+            return found if form_of((drawn, random), found) == self._form else None
         except Refused:
-            return False
+            return None
 
-    def follow(self, first: Call, data: Sequence[Sequence[Any]]) -> tuple[list[Tensor], list[Tensor], Call]:
+    def rows(self, columns: Mapping[str, Sequence[Any]], count: int) -> list[list[Tensor]]:
+        """Return the tensors that each of ``count`` steps draws, up to the first step whose batches have another form.
+
+        ``columns`` are the batches of all steps, by source.
+        """
+        rows: list[list[Tensor]] = [[] for _ in range(count)]
+        for source, forms in self._samples.items():
+            if source not in columns:
+                continue
+            batches, times = columns[source], len(forms)
+            parts = batches if _are_plain(batches, forms) else _parts(batches, forms)
+            del rows[len(parts) // times :]
+            for k, row in enumerate(rows):
+                for part in parts[k * times : (k + 1) * times]:
+                    row += part
+        return rows
+
+    def follow(self, first: Call, data: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor], Call]:
         """Return losses and flags of the first call and of a call for each element of ``data``, and the last call."""
         call, arguments, results = self.program.program.call, [*first.arguments], first.results
         reusing = self._with_kept_results(first) if len(data) > 2 else ()
@@ -83,8 +86,7 @@ class Chain:
                     arguments[j] = t
                 for j, i in self._from_results:
                     arguments[j] = results[i]
-                for j, i in enumerate(self._tensors, begin):
-                    arguments[j] = drawn[i]
+                arguments[begin : begin + len(drawn)] = drawn
                 kept = bool(reusing) and k < len(data) - 1
                 results = reusing[k % len(reusing)](arguments) if kept else call([*arguments])
                 losses.append(results[self._loss])
@@ -100,8 +102,8 @@ class Chain:
             self._reusing = []
             changing = {j for j, _ in (*self._from_results, *self._from_arguments)}
             # Results in the memory of an argument, such as the last x.
-            owner = {_storage(first.arguments[j]): j for j in changing}
-            passed = {k: owner[_storage(t)] for k, t in enumerate(first.results) if _storage(t) in owner}
+            owner = {storage_of(first.arguments[j]): j for j in changing}
+            passed = {k: owner[storage_of(t)] for k, t in enumerate(first.results) if storage_of(t) in owner}
             moved = [*self._from_arguments, *((j, passed[k]) for j, k in self._from_results if k in passed)]
             # A result is an argument of the next step, and perhaps of more steps after it.
             turns, later = 2, {j for j, _ in self._from_results}
@@ -113,5 +115,33 @@ class Chain:
         return self._reusing
 
 
-def _storage(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr()
+def _are_plain(batches: Sequence[Any], forms: Sequence[Any]) -> bool:
+    """Return True if all batches are tuples of tensors of one form, that of each of a step's samples."""
+    (_, *arguments), *others = forms
+    if len(arguments) != 1 or any([own != forms[0] for own in others]):
+        return False
+    kind, *wanted = arguments[0]
+    if kind is not tuple or any([type(own) is not tuple for own in wanted]):
+        return False
+    different = {id(batch): batch for batch in batches}.values()  # batches recur
+    return all([type(batch) is tuple and len(batch) == len(wanted) for batch in different]) and all(
+        [
+            isinstance(t, Tensor) and (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) == form
+            for k, form in enumerate(wanted)
+            for t in [batch[k] for batch in different]
+        ]
+    )
+
+
+def _parts(batches: Sequence[Any], forms: Sequence[Any]) -> list[list[Tensor]]:
+    """Return the tensors of each batch, up to the first that has another form than the sample in its place."""
+    found: list[list[Tensor]] = []
+    for k, batch in enumerate(batches):
+        tensors: list[Tensor] = []
+        try:
+            if form_of((batch,), tensors) != forms[k % len(forms)]:
+                break
+        except Refused:
+            break
+        found.append(tensors)
+    return found

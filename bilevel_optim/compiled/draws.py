@@ -14,10 +14,10 @@ from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Objective, Sample
 from ..problem.tasks import StandIn
 
-__all__ = ["MOST_TERMS", "Drawn", "GivenData", "Recorded", "Sources", "draw", "draw_tasks", "in_a_row"]
+__all__ = ["MOST_TERMS", "Drawn", "GivenData", "Recorded", "Sources", "draw", "draw_many", "draw_tasks", "in_a_row"]
 
 MOST_TERMS = 64  # most terms of a finite sum in a compiled step
-Drawn = dict[str, list[Any]]  # source -> its samples, in order
+Drawn = dict[str, list[Any]]  # source -> its samples, in order: arguments, or arguments, index and weight
 
 
 class Sources:
@@ -109,10 +109,25 @@ def draw(draws: Sequence[tuple[Draw, int]], sources: Sources, random: Mapping[st
         elif type(objective) is not Objective:
             batches += [_one(objective.draw()) for _ in range(times)]
         elif objective.data is None:
-            batches += [((), None, None)] * times
+            batches += [()] * times
         else:
-            batches += [((batch,), None, None) for batch in objective.take(times)]
+            batches += [(batch,) for batch in objective.take(times)]
     return found
+
+
+def draw_many(draws: Sequence[tuple[Draw, int]], sources: Sources, count: int) -> dict[str, Sequence[Any]] | None:
+    """Draw the batches of ``count`` steps, by source, without sources that have none.
+
+    None if the batches of a step are not the next ones of lists.
+    """
+    times: dict[str, int] = {}
+    for own, n in draws:
+        level = own.level if own.level in sources.objectives else "upper"
+        if own.whole or own.only is not None or type(sources.objectives[level]) is not Objective:
+            return None
+        times[level] = times.get(level, 0) + n
+    found = [(level, sources.objectives[level], n * count) for level, n in times.items()]
+    return {level: own.take(n) for level, own, n in found if own.data is not None}
 
 
 def draw_tasks(draws: Sequence[TaskDraw], sampler: Any, generator: Any, random: Mapping[str, Tensor]) -> Drawn:
@@ -216,7 +231,8 @@ class _Given(Objective):
         return None
 
     def draw(self, *, once: bool = False) -> Sample:
-        arguments, index, weight = self._given.next(self.level)
+        drawn = self._given.next(self.level)
+        arguments, index, weight = drawn if len(drawn) == 3 else (drawn, None, None)
         return self._again(arguments, index, weight, once)
 
     def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:

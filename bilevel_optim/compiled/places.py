@@ -15,17 +15,17 @@ from ..optimizer.state import (
     SOLVER,
     TABLE,
     UPPER_SOLVER,
-    remember,
+    owned,
     remember_solver,
-    remember_tables,
     write_rows,
 )
 from ..optimizer.transaction import Write, set_gradients
 from ..problem.vector import Vector
+from ..pytree import tree_leaves
 from .forms import form_of, form_of_tensor
 from .pure import PureStep, state_of
 
-__all__ = ["Place", "StatePlaces", "Writer", "buffer_writes", "picked", "table_at"]
+__all__ = ["Place", "StatePlaces", "Writer", "buffer_writes", "picked", "storage_of", "table_at"]
 
 
 class StatePlaces:
@@ -143,41 +143,73 @@ class Writer:
         self._pure, self._x = pure, pure.live_x
         y, self._buffers = pure.live_y, results["buffers"]
         self._rows = [*results["writes"], *moved.get("writes", ())]
-        self._stored: list[tuple[Callable[..., None], Sequence[Tensor], Any, tuple[str, ...]]] = []
-        for store, live, what, *further in (
-            (remember, y, results["memory"]),
-            (remember, self._x, results["upper_memory"]),
-            (remember_tables, y, results["tables"]),
-            (remember_solver, y, results["solver"]),
-            (remember, self._x, moved.get("upper_memory")),
-            (remember_solver, self._x, moved.get("solver"), UPPER_SOLVER),
-        ):
-            if what if store is not remember_solver else what is not None:
-                self._stored.append((store, live, what, tuple(further)))
+        # Entries of the state: parameter, name and place; None deletes the entry.
+        self._entries: list[tuple[Tensor, str, Place | None]] = [
+            (p, name, place)
+            for live, entries in (
+                (y, results["memory"]),
+                (self._x, results["upper_memory"]),
+                (y[:1], {TABLE + name: [place] for name, place in results["tables"].items()}),
+                (self._x, moved.get("upper_memory", {})),
+            )
+            for name, places in entries.items()
+            for p, place in zip(live, places or [None] * len(live), strict=True)
+        ]
+        self._solvers = [
+            (live, memory, prefix)
+            for live, memory, prefix in ((y, results["solver"], SOLVER), (self._x, moved.get("solver"), UPPER_SOLVER))
+            if memory is not None
+        ]
         lower = results["lower"] if moved.get("lower") is None else moved["lower"]
         live = [] if lower is None else [*zip(y, lower, strict=True)]
         live += [] if not moved else zip(self._x, moved["x"], strict=True)
-        self._live, self._values = Vector([t for t, _ in live]), [place for _, place in live]
+        self._live, self._values = [t for t, _ in live], [place for _, place in live]
+        places = [leaf for leaf in tree_leaves(results) if type(leaf) is Place]
+        # True if gradients have memory of their own; None until there are results to look at.
+        self._alone = None if all([places.count(place) == 1 for place in self._gradient]) else False
 
     def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any]) -> list[Write]:
         """Return the writes of a call's results, in the order of `writes_of`; ``after`` is the run state after it."""
-        found: list[Write] = []
+        found: list[Write] = [partial(self._write_state, optimizer, values, self._gradients(values))]
+        if self._values:  # last, because the state may hold the old ones
+            found.append(partial(torch._foreach_copy_, self._live, [values[place] for place in self._values]))
+        if self._buffers:
+            found += buffer_writes(self._pure, [values[place] for place in self._buffers])
+        figures, numbers = picked(self._diagnostics, values), picked(self._numbers, values)
+        return found + optimizer._result_writes(figures, numbers, optimizer._run_state.found, after)
+
+    def _gradients(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients, as copies if others may read their memory, because they are clipped in place."""
+        own = [values[place] for place in self._gradient]
+        if self._alone is None:
+            others = [t for k, t in enumerate(values) if k not in self._gradient]
+            storages, alone = {*map(storage_of, others)}, {*map(storage_of, own)}
+            # On a GPU the results of a call may be those of a CUDA graph, which its next call overwrites.
+            self._alone = len(alone - storages) == len(own) and all([t.is_cpu for t in own])
+        return own if self._alone else [t.detach().clone() for t in own]
+
+    def _write_state(self, optimizer: Method, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         if self._rows:
             rows = [
                 RowWrite(table_at(optimizer, self._pure, place), picked(which, values), values[new])
                 for place, which, new in self._rows
             ]
-            found.append(partial(write_rows, rows))
-        # Copies, because gradients are clipped in place.
-        found.append(partial(set_gradients, self._x, [values[place].detach().clone() for place in self._gradient]))
-        for store, live, what, further in self._stored:
-            found.append(partial(store, optimizer.state, live, picked(what, values), *further))
-        if self._values:  # last, because the state may hold the old ones
-            found.append(partial(self._live.copy_, [values[place] for place in self._values]))
-        if self._buffers:
-            found += buffer_writes(self._pure, [values[place] for place in self._buffers])
-        figures, numbers = picked(self._diagnostics, values), picked(self._numbers, values)
-        return found + optimizer._result_writes(figures, numbers, optimizer._run_state.found, after)
+            write_rows(rows)
+        set_gradients(self._x, gradients)
+        state = optimizer.state
+        for p, name, place in self._entries:
+            if place is None:
+                state[p].pop(name, None)
+            else:
+                t = values[place]
+                state[p][name] = owned(t.detach() if t.requires_grad else t, p)
+        for live, memory, prefix in self._solvers:
+            remember_solver(state, live, picked(memory, values), prefix)
+
+
+def storage_of(t: Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    return t.untyped_storage().data_ptr()
 
 
 def buffer_writes(pure: PureStep, left: Sequence[Tensor]) -> list[Write]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +19,16 @@ from ..oracle.substitution import replacement
 from ..pytree import tree_flatten, tree_unflatten
 from ..tracing import tracing
 from .backend import Maker, Program
-from .forms import form_of, leaves
+from .forms import form_of
 from .places import Place, Writer, picked
 from .pure import PureStep, State, following
-from .reading import Arguments, Needed, Reader, Reading, Unread, UserGraph
+from .reading import Arguments, Needed, Reader, Reading, Together, Unread, UserGraph
 from .reasons import Refused
 
-__all__ = ["Call", "Given", "StepProgram", "StepReader", "leaves_of"]
+__all__ = ["Call", "Given", "StepProgram", "StepReader"]
+
+
+_NOTHING = nullcontext()
 
 
 class Given:
@@ -52,11 +56,6 @@ class Given:
     def at(self, **state: Any) -> Given:
         """Return the same arguments with other entries of the state."""
         return Given(self.losses, self.tasks, self.drawn, self.random, {**self.state, **state})
-
-
-def leaves_of(drawn: Mapping[str, Sequence[Any]], random: Mapping[str, Tensor]) -> list[Any]:
-    """Return a step's samples and random inputs, in order, as leaves of a pytree."""
-    return [*leaves(drawn), *random.values()]
 
 
 class Call(NamedTuple):
@@ -123,6 +122,7 @@ class StepReader:
         self.readers: list[Reader] = []
         self.programs: list[tuple[list[UserGraph], StepProgram]] = []
         self.chains: dict[int, Any] = {}
+        self._together: Together | None = None
 
     @property
     def compilations(self) -> int:
@@ -136,7 +136,9 @@ class StepReader:
 
     def known(self, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]]:
         """Return the program for what the losses read at present, and that; raise `Unread` if none fits."""
-        with torch.enable_grad():
+        with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
+            if self._together is not None and (both := self._together.known(losses)) is not None:
+                return both
             readings = _look(self.readers, losses)
         found = self._find(readings)
         if found is None:
@@ -160,16 +162,26 @@ class StepReader:
         while True:
             readings += [reader.compile(given.losses) for reader in self.readers[len(readings) :]]
             arguments = self._arguments(readings, given)
-            found = self._find(readings)
-            if found is not None:
-                return found, arguments
-            try:
-                program = self._traced(readings, arguments, given)
-            except Needed as needed:
-                self._read(needed.arguments)
-                continue
-            self.programs.append(([reading.graph for reading in readings], program))
+            program = self._find(readings)
+            if program is None:
+                try:
+                    program = self._traced(readings, arguments, given)
+                except Needed as needed:
+                    self._read(needed.arguments)
+                    continue
+                self.programs.append(([reading.graph for reading in readings], program))
+            self._join(readings, given.losses, program)
             return program, arguments
+
+    def _join(self, readings: Sequence[Reading], losses: Mapping[str, Any], program: StepProgram) -> None:
+        """Let the next look at what the functions read be one for all of them, if there is more than one."""
+        if len(readings) < 2 or any([r.arguments.rows or not r.arguments.grad for r in self.readers]):
+            return
+        if self._together is None or self._together.count != len(readings):
+            self._together = Together(self.readers)
+        with torch.enable_grad():
+            if not self._together.note(losses, [t for reading in readings for t in reading.tensors], program):
+                self._together = None
 
     def _read(self, arguments: Arguments) -> None:
         self.readers.append(

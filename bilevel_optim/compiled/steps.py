@@ -32,7 +32,7 @@ from ..optimizer.transaction import Write, make
 from ..oracle.buffers import unnoted
 from ..oracle.hooks import any_hooks
 from ..oracle.oracle import Oracle
-from ..problem.objective import Loss, Objective, as_objective
+from ..problem.objective import Loss, as_objective
 from ..problem.parameters import LEVELS, by_level, is_number, require, require_rates
 from ..problem.random import draw_random_inputs, preserve_rng
 from ..solvers.agd import AGD
@@ -41,11 +41,11 @@ from .alone import gradients_aside, hold_tracing_lock
 from .backend import maker_of
 from .chain import Chain
 from .compare import Accepted, mismatch, perturbed_by_rounding
-from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks, in_a_row
-from .forms import form_of, leaves
+from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_many, draw_tasks, in_a_row
+from .forms import form_of
 from .gain import LOOKS, Gain
 from .places import StatePlaces, Writer, buffer_writes, table_at
-from .program import Call, Given, StepProgram, StepReader, leaves_of
+from .program import Call, Given, StepProgram, StepReader
 from .pure import PureStep, State, results_of, state_of
 from .reading import Unread, WantsConstants
 from .reasons import Refused, reason_of, require_no_effects
@@ -140,24 +140,6 @@ class Entry:
         self.reasons: dict[Any, str] = {}
         self.uses = self.count = 0
         self.gain = Gain()
-
-    def columns(self, sources: Sources, count: int) -> list[tuple[Sequence[Any], int]] | None:
-        """Return all batches of ``count`` steps and the number of batches that one step draws, for each source.
-
-        None if the samples of a step are not the next batches of lists.
-        """
-        times: dict[str, int] = {}
-        for own, n in self.draws or ():
-            level = own.level if own.level in sources.objectives else "upper"
-            if own.whole or own.only is not None or type(sources.objectives[level]) is not Objective:
-                return None
-            times[level] = times.get(level, 0) + n
-        if self.draw_all is not None or not times:
-            return None
-        return [
-            ([()] * (n * count) if (own := sources.objectives[level]).data is None else own.take(n * count), n)
-            for level, n in times.items()
-        ]
 
     @property
     def is_due(self) -> bool:
@@ -292,22 +274,23 @@ class CompiledSteps:
             return self._noted(self._eager(sources, update), reason)
         if entry.pure is None or not entry.compiled or (entry.uses and entry.is_due):
             return self._beside_eager(entry, inputs, update)
-        with torch.no_grad():
-            try:
-                _, program, arguments = self._ready(entry, inputs)
-            except (Unread, Refused):
-                ready = False
-            else:
-                ready, call = True, program(arguments)
-                entry.uses += 1
-                values, writer = call.values, program.writer
-                if not (self.optimizer.check_finite and self._troubled(writer, values[writer.flags].tolist())):
-                    self._write(entry, program, call, values, update)
-                    loss: Tensor = values[writer.loss]
-                    return loss
-        if not ready:
+        try:
+            _, program, arguments = self._ready(entry, inputs)
+        except (Unread, Refused):
             return self._beside_eager(entry, inputs, update)
-        return self._eager(self._again(inputs), update, inputs.random)
+        enabled = torch.is_grad_enabled()
+        try:
+            torch.set_grad_enabled(False)
+            call = program(arguments)
+            entry.uses += 1
+            values, writer = call.values, program.writer
+            sound = not (self.optimizer.check_finite and self._troubled(writer, values[writer.flags].tolist()))
+            if sound:
+                self._write(entry, program, call, values, update)
+        finally:
+            torch.set_grad_enabled(enabled)
+        loss: Tensor = values[writer.loss]
+        return loss if sound else self._eager(self._again(inputs), update, inputs.random)
 
     def _noted(self, loss: Tensor, reason: str) -> Tensor:
         """Report why a step was eager, and return its loss."""
@@ -736,7 +719,8 @@ class CompiledSteps:
         while (done := sum(map(len, losses))) < steps:
             found = None
             if not (optimizer._finished() or has_hooks(optimizer) or optimizer._sets_below(tasks)):
-                found = self._run_chain(_sources(upper, lower, tasks), min(steps - done, self._most))
+                with optimizer._turn:
+                    found = self._run_chain(_sources(upper, lower, tasks), min(steps - done, self._most))
             if found is not None:
                 optimizer._watch_losses(found, moves=True)
             losses.append(one().reshape(1) if found is None else found)
@@ -782,7 +766,7 @@ class CompiledSteps:
         chain = self._chain(reader, program, first, inputs)
         if chain is None or chain.shares_memory(first, [*pure.live_x, *pure.live_y, *pure.buffers]):
             return None
-        data, complete = self._ahead(entry, sources, chain, most - 1)
+        data = self._ahead(entry, sources, chain, most - 1)
         losses, flags, last = chain.follow(first, data)
         sound = len(losses)
         if optimizer.check_finite:
@@ -793,7 +777,7 @@ class CompiledSteps:
                 if any(flag and needed for flag, needed in zip(on, matters, strict=True)):
                     sound = k
                     break
-        if sound < len(losses) or not complete:
+        if sound < most:
             self._return_to(sources, place)
             if not sound:
                 return None
@@ -811,37 +795,26 @@ class CompiledSteps:
             return None
         found: Chain | None = reader.chains.get(id(program))
         if found is None:
-            drawn = leaves_of(inputs.drawn, inputs.random)
-            found = reader.chains[id(program)] = Chain(program, first.arguments, len(first.results), drawn)
+            found = reader.chains[id(program)] = Chain(
+                program, first.arguments, len(first.results), inputs.drawn, inputs.random
+            )
         return found
 
-    def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> tuple[list[Sequence[Any]], bool]:
-        """Draw the samples of ``count`` steps, up to the first of another form; also return whether there is none."""
-        data: list[Sequence[Any]] = []
-        columns = None if self.optimizer._random_inputs() else entry.columns(sources, count)
-        if columns is None:
-            while len(data) < count:
-                more = self._drawn(entry, sources)
-                assert more is not None
-                own = leaves_of(more.drawn, more.random)
-                if not chain.fits(own):
-                    return data, False
-                data.append(own)
-            return data, True
-        known: dict[int, tuple[Sequence[Any], int]] = {}  # leaves of a batch and their first place; batches recur
-        for k in range(count):
-            own = []
-            for batches, times in columns:
-                for batch in batches[k * times : (k + 1) * times]:
-                    part, first = known.get(id(batch), (None, -1))
-                    if part is None or (first != len(own) and not chain.are_alike(first, len(own), len(part))):
-                        part = (*leaves(batch), None, None)  # its index and weight are None
-                        if not chain.fits(part, len(own)):
-                            return data, False
-                        known[id(batch)] = part, len(own)
-                    own += part
+    def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> list[list[Tensor]]:
+        """Draw the tensors that ``count`` steps take from samples, up to the first step of another form."""
+        if entry.draw_all is None and entry.draws is not None and not self.optimizer._random_inputs():
+            columns = draw_many(entry.draws, sources, count)
+            if columns is not None:
+                return chain.rows(columns, count)
+        data: list[list[Tensor]] = []
+        while len(data) < count:
+            more = self._drawn(entry, sources)
+            assert more is not None
+            own = chain.tensors(more.drawn, more.random)
+            if own is None:
+                break
             data.append(own)
-        return data, True
+        return data
 
     def _place(self, sources: Sources) -> Positions:
         marks = [objective.mark() for objective in sources.objectives.values()]

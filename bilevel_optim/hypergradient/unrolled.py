@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..oracle.doors import OPTIONS, PROJECTION
 from ..oracle.features import FeatureCut
-from ..oracle.first_order import none_to_zeros
 from ..oracle.oracle import Oracle
+from ..oracle.point import none_to_zeros
 from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
 from ..problem.vector import Vector

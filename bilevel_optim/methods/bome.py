@@ -13,7 +13,6 @@ from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.options import InitVar, choice, count, number, option
 from ..optimizer.step import StepInputs
-from ..oracle.first_order import lower_slope
 from ..oracle.oracle import Oracle
 from ..problem.parameters import require
 from ..problem.vector import Vector
@@ -141,7 +140,7 @@ class BOME(BilevelOptimizer):
             if self.barrier == "value"
             else None
         )
-        _, f = lower_slope(oracle, "upper", oracle.f.draw(once=True))
+        _, f = oracle.lower(oracle.f.draw(once=True), "upper")
         sample = oracle.g.draw()
         value, q = oracle.lower(sample)
         if ends is not None:

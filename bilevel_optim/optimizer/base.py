@@ -253,7 +253,7 @@ class BilevelOptimizer(Method):
             start: lower values to start from; with tasks, a function like ``lower_init``. Default: the current ones.
         """
         transaction, oracle, groups = self._open_step(upper, lower)
-        with transaction, self._run_state.buffers.kept():
+        with self._turn, transaction, self._run_state.buffers.kept():
             inputs = self._step_inputs(oracle, groups)
             if still:
                 inputs = self._without_lookahead(inputs)
@@ -320,7 +320,8 @@ class BilevelOptimizer(Method):
         self._follow_types()
         known = {} if self._placeholders else remembered(self.state, self.parameters("lower"))["memory"]
         buffers = self._run_state.buffers
-        with Transaction(self.generator, oracle, buffers, alone=True), nullcontext() if write else buffers.kept():
+        kept = nullcontext() if write else buffers.kept()
+        with self._turn, Transaction(self.generator, oracle, buffers, alone=True), kept:
             found = adapt.lower_solution(
                 oracle,
                 Vector(self._learned_start(oracle) if start is None else start),

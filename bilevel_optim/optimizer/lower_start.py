@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ ONE_PROCESS = (
     "its own start; leave out lower_init, and write the same start into y on all processes before the step"
 )
 UNSOLVED = (
-    "y after lower_solver is not a solution of the lower problem: a gradient step would still move y by more than one "
-    "per cent of its size (see diagnostics['lower_residual']), so the hypergradient is not reliable. Solve to a "
-    "smaller tolerance, and check that lower_solver reads the current x"
+    "y after lower_solver is not a solution of the lower problem: by its gradient and the curvature (see "
+    "diagnostics['lower_residual'] and ['linear_curvature']), y would still move by more than one per cent of its "
+    "size, so the hypergradient is not reliable. Solve to a smaller tolerance, and check that lower_solver reads the "
+    "current x"
 )
 
 
@@ -82,16 +84,23 @@ def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def alert_if_unsolved(oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> None:
-    """Raise an alert if y after the user's solver is not a solution."""
+    """Raise an alert if y after the user's solver is not a solution.
+
+    Solvers stop too early in directions of small curvature, where a gradient step hardly moves y. The curvature along v
+    is that of the directions on which f depends.
+    """
     residual = estimate.diagnostics.get("lower_residual")
     if residual is not None:
         rate = max(inputs.lower_rates, default=0.0)
-        length, y = residual.norm() * rate, oracle.y if estimate.lower is None else estimate.lower
-        oracle.checks.alert_if("unsolved", UNSOLVED, _is_far, length, y.norm())
+        y = oracle.y if estimate.lower is None else estimate.lower
+        slope = residual.norm()
+        curvature = estimate.diagnostics.get("linear_curvature", torch.zeros_like(slope))
+        oracle.checks.alert_if("unsolved", UNSOLVED, partial(_is_far, rate), slope, curvature, y.norm())
 
 
-def _is_far(length: Any, size: Any) -> Any:
-    return length > 0.01 * size + 1e-6
+def _is_far(rate: float, slope: Any, curvature: Any, size: Any) -> Any:
+    allowed = 0.01 * size + 1e-6
+    return (slope * rate > allowed) | ((curvature > 0) & (slope > allowed * curvature))
 
 
 def require_task_memory(method: str, *, start: str, own_rule: bool, process_group: Any) -> None:

@@ -78,7 +78,7 @@ from .signatures import argument_error, signature_of
 from .state import RunState, recalled, remembered, solver_memory
 from .step import CURVATURE, FACTOR, Groups, StepInputs, StepResults, Update, replace
 from .task_mean import task_mean
-from .transaction import Transaction, Write, undo_of, writes_of, writes_of_update
+from .transaction import Transaction, Turn, Write, undo_of, writes_of, writes_of_update
 from .upper_gradient import check_gradients
 
 MOST_CHECKS = 16  # different losses of one optimizer whose derivatives are checked
@@ -192,7 +192,7 @@ class Method(Options, Optimizer, ABC):
         )
         self._default_lr, self._auto = {"upper": lr, "lower": lower_lr}, auto
         self._rules, self._upper_rules = self._new_rules()
-        self._run_state = RunState()
+        self._run_state, self._turn = RunState(), Turn()
         self.numbers: dict[str, Any] = {}
         self._diagnostics: dict[str, Any] = {}
         self._placeholders = False  # True while the state holds only zeros, shaped like a first step's state
@@ -221,7 +221,12 @@ class Method(Options, Optimizer, ABC):
         self._diagnostics = figures
 
     def _make_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
-        """Make a step, with or without the update of x, and warn if the upper loss has grown."""
+        """Make a step, with or without the update of x, unless another thread makes one."""
+        with self._turn:
+            return self._watched_step(upper, lower, tasks, update=update)
+
+    def _watched_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
+        """Make a step, and warn if the upper loss has grown."""
         trend = self._run_state.upper_trend
         if tasks is not None and self._lower_solver is not None:
             raise ValueError(

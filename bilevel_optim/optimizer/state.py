@@ -23,6 +23,7 @@ __all__ = [
     "UPPER_SOLVER",
     "RunState",
     "State",
+    "owned",
     "recalled",
     "recast",
     "remember",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from traceback import clear_frames
 from typing import Any, Self
 
@@ -22,10 +23,37 @@ from ..problem.vector import Vector, is_sharded
 from .state import UPPER_SOLVER, State, remember, remember_solver, remember_tables, write_rows
 from .step import Update
 
-__all__ = ["Transaction", "Write", "make", "set_gradients", "undo_of", "writes_of", "writes_of_update"]
+__all__ = ["Transaction", "Turn", "Write", "make", "set_gradients", "undo_of", "writes_of", "writes_of_update"]
 
 Write = Callable[[], object]
 CPU = torch.device("cpu")
+
+
+class Turn:
+    """Context of a step: only one thread at a time may be inside; for another one it raises."""
+
+    __slots__ = ("_depth", "_owner")
+
+    def __init__(self) -> None:
+        self._owner: dict[str, int] = {}
+        self._depth = 0
+
+    def __reduce__(self) -> tuple[type[Turn], tuple[()]]:
+        return Turn, ()
+
+    def __enter__(self) -> None:
+        own = get_ident()
+        if self._owner.setdefault("thread", own) != own:  # looks and writes at once
+            raise RuntimeError(
+                "another thread is making a step with this optimizer, and both would write into the same parameters "
+                "and state; hold a lock around the calls, or give each thread parameters and an optimizer of its own"
+            )
+        self._depth += 1
+
+    def __exit__(self, *error: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner.clear()
 
 
 class Transaction:

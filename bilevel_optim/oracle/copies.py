@@ -18,9 +18,9 @@ from ..problem.vector import Vector, as_variable, stack
 from ..pytree import tree_leaves, tree_map
 from . import batched
 from .differentiable import custom_operations, products_of
-from .first_order import none_to_zeros
 from .hooks import on_copies
 from .oracle import Oracle
+from .point import none_to_zeros
 from .substitution import Substitution
 
 __all__ = ["Copies"]
@@ -187,7 +187,7 @@ class Copies:
         level, samples, _ = _at(term, slice(j, j + 1))
         sample = samples if isinstance(samples, Sample) else samples[0]
         asks = level not in here.session.found.dependency_checked
-        with here.session.buffers_kept(), here.placed() as (x, y):
+        with here.evaluating() as (x, y):
             value = here.value(level, sample, graph=asks)
             self._note_dependency(level, value, x if sample.features is None else None, y)
         return value.detach().reshape(1)

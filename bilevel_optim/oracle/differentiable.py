@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,12 +15,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from ..tracing import is_tracing
-
 __all__ = [
     "UnchunkedCrossEntropy",
     "all_arguments",
     "custom_operations",
+    "explain_second",
     "has_casts",
     "has_fused",
     "has_jumps",
@@ -29,11 +28,11 @@ __all__ = [
     "is_marked",
     "mark_graph",
     "padding_rows",
+    "plain_operations",
     "plain_weight_norm",
     "products_of",
     "require_constant_weights",
     "roots_in",
-    "twice_differentiable",
     "working_unit",
 ]
 
@@ -201,34 +200,21 @@ _JUMPING = (
 _FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
 
 
-class twice_differentiable:
-    """Context that explains errors of second derivatives; ``plain`` replaces fused operations by plain ones.
+@contextmanager
+def plain_operations() -> Generator[None]:
+    """Replace fused operations: attention has no second derivative in torch, weight normalisation a wrong one."""
+    with sdpa_kernel(SDPBackend.MATH), _PlainWeightNorm():
+        yield
 
-    Fused attention has no second derivative in torch, fused weight normalisation a wrong one.
-    """
 
-    __slots__ = ("_block",)
-
-    def __init__(self, plain: bool = False) -> None:
-        # A compiled step replaces them in its graph.
-        self._block = ExitStack() if plain and not is_tracing() else None
-
-    def __enter__(self) -> None:
-        if self._block is not None:
-            self._block.enter_context(sdpa_kernel(SDPBackend.MATH))
-            self._block.enter_context(_PlainWeightNorm())
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._block is not None:
-            self._block.close()
-        if isinstance(error, (RuntimeError, NotImplementedError)):
-            reason = _reason(str(error))
-            if reason is not None:
-                raise RuntimeError(
-                    f"the lower loss cannot be differentiated twice: {reason}. hvp='finite-difference' or a "
-                    "first-order method (F2SA) needs no second derivatives. torch said: "
-                    f"{str(error).splitlines()[0]}"
-                ) from error
+def explain_second(error: RuntimeError | NotImplementedError) -> None:
+    """Raise an error that says what to do, if a second derivative failed for a known reason."""
+    reason = _reason(str(error))
+    if reason is not None:
+        raise RuntimeError(
+            f"the lower loss cannot be differentiated twice: {reason}. hvp='finite-difference' or a first-order method "
+            f"(F2SA) needs no second derivatives. torch said: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def require_constant_weights(error: RuntimeError) -> None:

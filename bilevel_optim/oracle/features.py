@@ -38,7 +38,7 @@ class FeatureCut:
             return
         oracle.session.note_use("lower", oracle, sample)
         oracle.check_features("lower", sample)
-        with oracle.session.buffers_kept(), oracle.placed() as (self._x, _):
+        with oracle.evaluating() as (self._x, _):
             values, structure = tree_flatten(oracle.call(sample.features))
         smooth = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
         self._roots = [values[i] for i in smooth]

@@ -22,9 +22,9 @@ from ..problem.tasks import select
 from ..problem.vector import Vector, as_variable
 from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from . import batched
-from .first_order import none_to_zeros
 from .hooks import on_lanes
 from .oracle import Oracle
+from .point import none_to_zeros
 from .session import as_scalar
 from .substitution import Substitution
 
@@ -111,7 +111,7 @@ def weighted_upper(
     each = Sample(losses.values, sample.arguments)
     each.features = sample.features
     session.note_use("upper", oracle, sample)
-    with session.buffers_kept(), oracle.placed() as (x, y):
+    with oracle.evaluating() as (x, y):
         part = () if each.features is None else (oracle.call(each.features),)
         values = session.dependent("upper", oracle.call(each, *part), y, x)
         kept = bool(others)

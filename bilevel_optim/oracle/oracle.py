@@ -1,4 +1,4 @@
-"""The two losses at one point: derivatives of f and g at given values of x and y."""
+"""The two losses at one point, with all their derivatives at given values of x and y."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 from ..problem.objective import Sample
 from ..problem.vector import Vector
 from . import second_order
-from .first_order import lower_slope, none_to_zeros, slopes
 from .point import Point
 from .second_order import LowerSystem, UpperSystem
 
@@ -51,35 +50,6 @@ class Oracle(Point):
         ...     system.hvp(Vector([torch.ones(1)])), system.cross(Vector([torch.ones(1)]))
         ((tensor([4.]),), (tensor([2.]),))
     """
-
-    def upper(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
-        """Return the value of f, its gradient in x and its gradient in y, from one backward pass."""
-        return self._jointly("upper", sample)
-
-    def lower_jointly(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
-        """Return the same for g; counts as a lower gradient."""
-        return self._jointly("lower", sample)
-
-    def _jointly(self, level: str, sample: Sample) -> tuple[Tensor, Vector, Vector]:
-        with self.session.buffers_kept(), self.placed() as (x, y):
-            loss, gradients = slopes(self, level, sample, x, y, (*x, *y))
-        if gradients[0] is None and all(gradient is None for gradient in gradients):
-            raise ValueError(self.session.independent(level))
-        split = len(x)
-        if level == "lower" or self.session.options.one_loss:
-            self.session.require_reached(gradients[split:], self.lower_names)
-        self.session.note_reached(gradients[:split])
-        self.count(f"{level}_grad")
-        loss, grad_x, grad_y = self.averaged(
-            loss.detach(), none_to_zeros(gradients[:split], self.x), none_to_zeros(gradients[split:], self.y)
-        )
-        self.checks.scalar("loss", loss)
-        self.checks.finite(f"{level}_grad", [*grad_x, *grad_y])
-        return loss, grad_x, grad_y
-
-    def lower(self, sample: Sample) -> tuple[Tensor, Vector]:
-        """Return the value of g and its gradient in y."""
-        return lower_slope(self, "lower", sample)
 
     def upper_system(self, sample: Sample) -> AbstractContextManager[UpperSystem]:
         """Context for value, gradient and Hessian-vector products of f in both variables together.

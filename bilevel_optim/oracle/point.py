@@ -1,4 +1,4 @@
-"""The two losses at one point: evaluation at given values of x and y, and cached features."""
+"""The two losses at one point: evaluation and first derivatives at given values of x and y, and cached features."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .differentiable import is_marked, mark_graph, require_constant_weights
 from .doors import require_free_batch
 from .session import Session, as_scalar
 
-__all__ = ["Point"]
+__all__ = ["Point", "none_to_zeros"]
 
 CALLS_BACKWARD = (
     "the {} seems to call backward() or zero_grad(), or to return a loss whose graph has been freed, but the optimizer "
@@ -34,7 +34,7 @@ REENTRANT = (
 
 
 class Point:
-    """Two losses at a point, without their derivatives; arguments and attributes as in `Oracle`."""
+    """Two losses at a point, with their first derivatives; arguments and attributes as in `Oracle`."""
 
     def __init__(
         self,
@@ -96,6 +96,15 @@ class Point:
             (self.live_x, self.live_y), (self.x if x_moved else None, self.y if y_moved else None)
         )
 
+    def evaluating(self) -> AbstractContextManager[Sequence[Vector]]:
+        """Context like `placed`, after which module buffers (running statistics) have their old values."""
+        return self.placed() if self.session.buffers_constant else self._evaluating()
+
+    @contextmanager
+    def _evaluating(self) -> Generator[Sequence[Vector]]:
+        with self.session.buffers_kept(), self.placed() as variables:
+            yield variables
+
     @property
     def names(self) -> Sequence[str]:
         """Names of the upper, then of the lower tensors."""
@@ -122,7 +131,8 @@ class Point:
         loss = self.value(level, sample, features=features) if known else self._first_value(level, sample, features)
         if level == "lower":
             self.session.lower_sample = sample
-        self.session.note_use(level, self, sample)
+        if self.session.used is not None:
+            self.session.used.setdefault(level, (self, sample))
         if known and loss.requires_grad:
             return loss
         # With constant features, the graph does not show every dependence on x.
@@ -148,13 +158,15 @@ class Point:
         ``features`` are those of the sample at the current x, if the caller has them.
         """
         session = self.session
-        if not graph or session.used is None or level in session.graphs_checked or self.sharded:
-            loss = self._called(sample, graph, features)
-        else:
+        if session.used is not None and graph and level not in session.graphs_checked and not self.sharded:
             loss = self._with_own_graph(level, sample, features)
+        elif sample.features is None:
+            loss = self.call(sample, graph=graph)
+        else:
+            loss = self._called(sample, graph, features)
         if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex():
             return loss
-        return as_scalar(level, loss, self.session.called(level))
+        return as_scalar(level, loss, session.called(level))
 
     def _called(self, sample: Sample, graph: bool, features: Any) -> Any:
         """Return what the loss returns, with the features of the sample."""
@@ -259,6 +271,92 @@ class Point:
         """Return means over the ranks if these share the problem; otherwise the results themselves."""
         return results if self.session.options.ranks.alone or not self.shared else self.session.averaged(*results)
 
+    # ------------------------------------------------------------------------------------------------ derivatives
+
+    def upper(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
+        """Return the value of f, its gradient in x and its gradient in y, from one backward pass."""
+        return self._jointly("upper", sample)
+
+    def lower_jointly(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
+        """Return the same for g; counts as a lower gradient."""
+        return self._jointly("lower", sample)
+
+    def _jointly(self, level: str, sample: Sample) -> tuple[Tensor, Vector, Vector]:
+        with self.evaluating() as (x, y):
+            loss, gradients = self.slopes(level, sample, x, y, (*x, *y))
+        if gradients[0] is None and all(gradient is None for gradient in gradients):
+            raise ValueError(self.session.independent(level))
+        split = len(x)
+        if level == "lower" or self.session.options.one_loss:
+            self.session.require_reached(gradients[split:], self.lower_names)
+        self.session.note_reached(gradients[:split])
+        self.count(f"{level}_grad")
+        loss, grad_x, grad_y = self.averaged(
+            loss.detach(), none_to_zeros(gradients[:split], self.x), none_to_zeros(gradients[split:], self.y)
+        )
+        self.checks.scalar("loss", loss)
+        self.checks.finite(f"{level}_grad", [*grad_x, *grad_y])
+        return loss, grad_x, grad_y
+
+    def lower(self, sample: Sample, level: str = "lower") -> tuple[Tensor, Vector]:
+        """Return the value of g (with ``level``, of f) and its gradient in y alone, with constant features."""
+        with self.evaluating() as (x, y):
+            loss, gradients = self.slopes(level, sample, x, y, y, frozen=True)
+        if level == "lower":
+            self.session.require_reached(gradients, self.lower_names)
+        self.count(f"{level}_grad")
+        loss, gradient = self.averaged(loss.detach(), none_to_zeros(gradients, self.y))
+        self.checks.scalar("loss", loss)
+        return loss, gradient
+
+    def upper_alone(self, sample: Sample) -> tuple[Tensor, Vector]:
+        """Return the value of f and its gradient in x alone."""
+        with self.evaluating() as (x, y):
+            loss, gradients = self.slopes("upper", sample, x, y, x)
+        self.session.note_reached(gradients)
+        self.count("upper_grad")
+        loss, gradient = self.averaged(loss.detach(), none_to_zeros(gradients, self.x))
+        self.checks.scalar("loss", loss)
+        self.checks.finite("upper_grad", gradient)
+        return loss, gradient
+
+    def slopes(
+        self,
+        level: str,
+        sample: Sample,
+        x: Vector,
+        y: Vector,
+        variables: Sequence[Tensor],
+        *,
+        frozen: bool = False,
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Return a loss at the placed point and its gradient in some variables; None for those that it leaves out.
+
+        Args:
+            level: ``"upper"`` or ``"lower"``.
+            sample: the sample to evaluate on; its parts, if it has any, one after another.
+            x: the upper variables.
+            y: the lower variables; the loss must depend on some variable.
+            variables: tensors to differentiate in.
+            frozen: whether features are constants.
+        """
+        if sample.parts is None:
+            features = None if sample.features is None or not frozen else self.frozen(level, sample)
+            loss = self.evaluated(level, sample, x, y, features=features)
+            return loss, self.differentiate(loss, variables)
+        loss = torch.zeros((), device=self.device)
+        total: list[Tensor | None] = [None] * len(variables)
+        for part in sample.parts:
+            with self.session.buffers_kept():
+                more, gradients = self.slopes(level, part, x, y, variables, frozen=frozen)
+            loss = loss + more.detach()
+            total = [s if t is None else t if s is None else s + t for s, t in zip(total, gradients, strict=True)]
+            del more, gradients  # frees the graph before the next one is built
+        if level == "lower":
+            self.session.lower_sample = sample
+        share = 1 / len(sample.parts)
+        return loss * share, [None if t is None else t * share for t in total]
+
     # ------------------------------------------------------------------------------------------------ features
 
     def frozen(self, level: str, sample: Sample, at: object = None, evaluate: Callable[[], Any] | None = None) -> Any:
@@ -298,6 +396,11 @@ class Point:
                         f"the features of the {level} objective depend on lower parameter {name}, but are evaluated "
                         "only once for many values of y; move the part that reads y from features= into the loss"
                     )
+
+
+def none_to_zeros(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
+    """Return gradients with zeros for the tensors without one."""
+    return Vector([torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True)])
 
 
 def _by_backward(loss: Tensor, inputs: Sequence[Tensor], live: Sequence[Tensor]) -> list[Tensor | None]:

@@ -215,7 +215,7 @@ class _LossCheck:
             None if self.sample.features is None else Sample(self.sample.features.loss, self.sample.arguments)
         )
         before = default_state(oracle.device)
-        with oracle.session.buffers_kept(), oracle.placed() as (x, y):
+        with oracle.evaluating() as (x, y):
             loss = oracle.value(self.level, again)
             self.padding = self._padding_of_tasks(x) if self._of_tasks else padding_rows(loss, (*x, *y))
         self.value = float(loss.detach())
@@ -263,7 +263,7 @@ class _LossCheck:
 
     def _value(self, x: Vector | None = None, y: Vector | None = None) -> float:
         point = self.oracle.at(x, y)
-        with point.session.buffers_kept(), point.placed():
+        with point.evaluating():
             return float(point.value(self.level, self.sample).detach().double())
 
     def _gradient(self, x: Vector, y: Vector) -> tuple[float, Vector]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -13,10 +13,18 @@ from torch import Tensor
 from ..problem.objective import Sample
 from ..problem.profiling import span
 from ..problem.vector import Vector, stack
+from ..tracing import is_tracing
 from . import batched
-from .differentiable import has_fused, has_kinks, products_of, roots_in, twice_differentiable, working_unit
-from .first_order import none_to_zeros, slopes
-from .point import Point
+from .differentiable import (
+    explain_second,
+    has_fused,
+    has_kinks,
+    plain_operations,
+    products_of,
+    roots_in,
+    working_unit,
+)
+from .point import Point, none_to_zeros
 
 __all__ = ["LowerSystem", "UpperSystem", "kept_system", "lower_matrices", "lower_system", "pulled", "system_sample"]
 
@@ -60,7 +68,7 @@ Product = Callable[[Vector, str], Vector]  # of a vector, and the level to diffe
 def upper_system(oracle: Point, sample: Sample) -> Generator[UpperSystem]:
     """See `Oracle.upper_system`."""
     session, split, like = oracle.session, len(oracle.x), Vector((*oracle.x, *oracle.y))
-    with session.buffers_kept(), oracle.placed() as (x, y):
+    with oracle.evaluating() as (x, y):
         gradients, loss, variables = _graph(oracle, "upper", sample, x, y, Vector((*x, *y)))
         session.note_reached(gradients[:split])
         session.require_reached(gradients[split:], oracle.lower_names)
@@ -85,11 +93,11 @@ def lower_system(oracle: Point, sample: Sample, *, gradient: bool = True) -> Gen
     elif sample.parts is not None:
         yield _by_parts(oracle, sample.parts, gradient)
     elif oracle.session.options.graphs_outlast:  # Dynamo is slow to trace a solver within the block
-        with oracle.session.buffers_kept(), oracle.placed() as (x, y):
+        with oracle.evaluating() as (x, y):
             gradients, loss, y = _lower_gradient(oracle, sample, x, y)
         yield _by_graph(oracle, gradients, loss, x, y, gradient)
     else:
-        with oracle.session.buffers_kept(), oracle.placed() as (x, y):
+        with oracle.evaluating() as (x, y):
             gradients, loss, y = _lower_gradient(oracle, sample, x, y)
             yield _by_graph(oracle, gradients, loss, x, y, gradient)
 
@@ -108,7 +116,7 @@ def kept_system(oracle: Point, sample: Sample) -> LowerSystem:
     """
     if sample.parts is not None:
         return _by_parts(oracle, sample.parts, True)
-    with oracle.session.buffers_kept(), oracle.placed() as (x, y):
+    with oracle.evaluating() as (x, y):
         gradients, loss, y = _lower_gradient(oracle, sample, x, y)
         system = _by_graph(oracle, gradients, loss, x, y, True)
 
@@ -144,21 +152,25 @@ def _graph(
 ) -> tuple[Sequence[Tensor | None], Tensor, Vector]:
     """Return the gradient of a loss in variables, with a graph to differentiate again; the loss; the variables."""
     found = oracle.session.found
-    with twice_differentiable(plain=bool(found.fused)):
-        loss = oracle.evaluated(level, sample, x, y)
-        if not found.fused and (found.fused is None or level == "upper"):
-            found.fused = has_fused(loss)
-            if found.fused:
-                return _graph(oracle, level, sample, x, y, variables)
-            found.roots = roots_in(loss) or found.roots
-        if found.roots:
-            oracle.checks.roots = found.roots
-        if oracle.sharded:
-            variables = oracle.session.gathered.full(variables)
-        gradients = oracle.differentiate(loss, variables, graph=True)
-        if oracle.sharded:
-            oracle.session.gathered.require_kept()
-        return gradients, loss, variables
+    try:
+        with plain_operations() if found.fused and not is_tracing() else nullcontext():
+            loss = oracle.evaluated(level, sample, x, y)
+            if not found.fused and (found.fused is None or level == "upper"):
+                found.fused = has_fused(loss)
+                if found.fused:
+                    return _graph(oracle, level, sample, x, y, variables)
+                found.roots = roots_in(loss) or found.roots
+            if found.roots:
+                oracle.checks.roots = found.roots
+            if oracle.sharded:
+                variables = oracle.session.gathered.full(variables)
+            gradients = oracle.differentiate(loss, variables, graph=True)
+            if oracle.sharded:
+                oracle.session.gathered.require_kept()
+            return gradients, loss, variables
+    except (RuntimeError, NotImplementedError) as error:
+        explain_second(error)
+        raise
 
 
 def pulled(
@@ -174,15 +186,19 @@ def pulled(
     parts = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
     if not parts:
         return [None] * len(variables)
-    with twice_differentiable(plain):
-        return torch.autograd.grad(
-            [g for _, g in parts],
-            list(variables),
-            [v[i] for i, _ in parts],
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=batched,
-        )
+    try:
+        with plain_operations() if plain and not is_tracing() else nullcontext():
+            return torch.autograd.grad(
+                [g for _, g in parts],
+                list(variables),
+                [v[i] for i, _ in parts],
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=batched,
+            )
+    except (RuntimeError, NotImplementedError) as error:
+        explain_second(error)
+        raise
 
 
 def _by_graph(
@@ -193,8 +209,11 @@ def _by_graph(
     x = session.gathered.full(x) if oracle.sharded else x
 
     def product(v: Vector, wrt: str) -> Vector:
-        like = _of_levels(wrt, oracle.x, oracle.y)
-        products = _products(oracle, gradients, _of_levels(wrt, x, y), v, like, at=y)
+        if wrt == "lower":
+            variables, like = y, oracle.y
+        else:
+            variables, like = _of_levels(wrt, x, y), _of_levels(wrt, oracle.x, oracle.y)
+        products = _products(oracle, gradients, variables, v, like, at=y)
         if wrt != "lower":
             session.note_reached(products[: len(x)])
         return Vector(oracle.averaged(none_to_zeros(products, like))[0])
@@ -226,9 +245,11 @@ def _products(
     at: Vector | None = None,
 ) -> Sequence[Tensor | None]:
     """Return derivatives of <gradients, v>, sharded as the parameters; ``at``: the variables of the gradients."""
-    if oracle.sharded:
-        v = oracle.session.gathered.gathered(v, variables if at is None else at)
-    return _own(oracle, pulled(gradients, variables, v, plain=bool(oracle.session.found.fused)), like)
+    plain = bool(oracle.session.found.fused)
+    if not oracle.sharded:
+        return pulled(gradients, variables, v, plain=plain)
+    v = oracle.session.gathered.gathered(v, variables if at is None else at)
+    return _own(oracle, pulled(gradients, variables, v, plain=plain), like)
 
 
 def _own(oracle: Point, results: Sequence[Tensor | None], like: Vector) -> Sequence[Tensor | None]:
@@ -270,9 +291,9 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
 
     def slope(at: Vector, wrt: str) -> Vector:
         point = oracle.at(lower=at)
-        with session.buffers_kept(), point.placed() as (live_x, live_y):
+        with point.evaluating() as (live_x, live_y):
             variables = _of_levels(wrt, live_x, live_y)
-            loss, gradients = slopes(point, "lower", sample, live_x, live_y, variables, frozen=wrt == "lower")
+            loss, gradients = point.slopes("lower", sample, live_x, live_y, variables, frozen=wrt == "lower")
             if session.found.kinked is None and loss.requires_grad:
                 session.found.kinked, session.found.products = has_kinks(loss), products_of(loss)
         if wrt == "lower":
@@ -389,7 +410,7 @@ def lower_matrices(oracle: Point, sample: Sample) -> tuple[Vector, Tensor, Tenso
             pairs = [system.both(_basis(oracle, sizes, slice(i, i + 1)).lane(0)) for i in range(sum(sizes))]
             products = [stack([Vector((*c, *h))]) for c, h in pairs]
     else:
-        with oracle.session.buffers_kept(), oracle.placed() as (x, y):
+        with oracle.evaluating() as (x, y):
             if oracle.sharded:
                 raise ValueError(SHARDED)
             gradients, loss, _ = _lower_gradient(oracle, sample, x, y)

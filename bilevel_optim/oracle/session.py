@@ -180,6 +180,7 @@ class Session:
         one_by_one: why copies and lanes cannot run together in this step; empty if they can.
         hooked: some lower parameter has a hook.
         looped: why they ran in a loop, if that is not among the facts.
+        buffers_constant: whether no evaluation changes module buffers.
         graphs_checked: levels whose loss has been checked in this step for graphs from outside.
     """
 
@@ -200,6 +201,9 @@ class Session:
     hooked: bool = False
     looped: str = ""
     graphs_checked: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.buffers_constant = self.buffers.constant  # as long as the step lasts: asked once
 
     def vmaps(self, lanes: bool) -> bool:
         """Return True if evaluations may run together; ``lanes`` if these are, or contain, those of several tasks."""
@@ -229,7 +233,7 @@ class Session:
 
     def buffers_kept(self) -> AbstractContextManager[Kept]:
         """Restore module buffers (running statistics) after the block, which evaluates one loss once."""
-        return nullcontext(_NONE) if self.buffers.constant else self._buffers_kept()
+        return nullcontext(_NONE) if self.buffers_constant else self._buffers_kept()
 
     @contextmanager
     def _buffers_kept(self) -> Generator[Kept]:

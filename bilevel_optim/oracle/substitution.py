@@ -47,8 +47,10 @@ class Substitution(TorchFunctionMode):
     ) -> Any:
         if self._stacked and func is F.batch_norm:
             func = _batch_norm_without_update
-        value_of = self._value_of  # most arguments are tensors: a look without a call
-        new: list[Any] = [value_of.get(a, a) if isinstance(a, Tensor) else self._new(a) for a in args]
+        value_of = self._value_of  # most arguments are tensors or numbers: a look without a call
+        new: list[Any] = [
+            value_of.get(a, a) if isinstance(a, Tensor) else self._new(a) if type(a) in _SEQUENCES else a for a in args
+        ]
         if func is F.l1_loss:
             kwargs = all_arguments(func, kwargs)
         kwargs = {k: self._new(a) for k, a in kwargs.items()} if kwargs else {}
@@ -59,7 +61,7 @@ class Substitution(TorchFunctionMode):
         return func(*new, **kwargs)
 
     def _new(self, a: Any) -> Any:
-        """Return the replacement of an argument."""
+        """Return the replacement of an argument, also within lists."""
         if isinstance(a, Tensor):
             return self._value_of.get(a, a)
         return type(a)([self._new(v) for v in a]) if type(a) in _SEQUENCES else a

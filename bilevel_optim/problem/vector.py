@@ -80,17 +80,18 @@ class Vector(tuple[Tensor, ...]):
 
     def dot(self, other: Sequence[Tensor]) -> Tensor:
         """Return the inner product over all tensors, accumulated in float64 where the device has it."""
-        if len(self) == 1:
-            return _sum(_wide(self[0]) * other[0])
-        if self and self[0].dtype in _HALF:
-            return _total([_sum(_wide(t) * o) for t, o in zip(self, other, strict=True)])
-        return _total([_sum(product) for product in torch._foreach_mul([*self], [*other])])
+        if len(self) == 1 or (self and self[0].dtype in _HALF):
+            products = [_wide(t) * o for t, o in zip(self, other, strict=True)]
+        else:
+            products = [*torch._foreach_mul([*self], [*other])]
+        return _total(products, _accumulator(products))
 
     def norm(self) -> Tensor:
         """Return the Euclidean norm over all tensors together, accumulated as in :meth:`dot`."""
         if any_sharded(self):
             return self.dot(self).sqrt()
-        parts: list[Tensor] = [torch.linalg.vector_norm(t, dtype=_accumulator(t)) for t in self]
+        kind = _accumulator(self)
+        parts: list[Tensor] = [torch.linalg.vector_norm(t, dtype=kind) for t in self]
         if len(parts) == 1:
             return parts[0]
         return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), device="cpu")
@@ -101,16 +102,18 @@ class Vector(tuple[Tensor, ...]):
 
     def lane_dot(self, other: Sequence[Tensor]) -> Tensor:
         """Return each lane's inner product with the same lane of ``other``, or with one vector; shape (n,)."""
-        return torch.stack([_sum(_wide(t) * o, lanes=True) for t, o in zip(self, other, strict=True)]).sum(0)
+        products = [_wide(t) * o for t, o in zip(self, other, strict=True)]
+        kind = _accumulator(products)
+        sums = [t.sum(tuple(range(1, t.dim())), dtype=kind) if t.dim() > 1 else t.to(kind) for t in products]
+        return torch.stack([t if type(t) is Tensor else _full_value(t) for t in sums]).sum(0)
 
     def lane_norm(self) -> Tensor:
         """Return the Euclidean norm of each lane of stacked tensors, shape (n,)."""
         if any_sharded(self):
             return self.lane_dot(self).sqrt()
+        kind = _accumulator(self)
         parts: list[Tensor] = [
-            torch.linalg.vector_norm(t, dim=tuple(range(1, t.dim())), dtype=_accumulator(t))
-            if t.dim() > 1
-            else t.abs().to(_accumulator(t))
+            torch.linalg.vector_norm(t, dim=tuple(range(1, t.dim())), dtype=kind) if t.dim() > 1 else t.abs().to(kind)
             for t in self
         ]
         return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
@@ -122,7 +125,7 @@ class Vector(tuple[Tensor, ...]):
 
     def sum(self) -> Tensor:
         """Return the sum of all entries; not finite if one of them is not."""
-        return _total([_full_value(t.sum()) for t in self])
+        return _total(self)
 
     def clone(self) -> Vector:
         return Vector(t.clone() for t in self)
@@ -181,8 +184,9 @@ def any_sharded(tensors: Iterable[Tensor]) -> bool:
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
-def _accumulator(t: Tensor) -> torch.dtype | None:
-    return torch.float64 if t.is_floating_point() and not t.is_mps else None
+def _accumulator(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    """Return the type in which sums over these tensors, all on one device, are accumulated; None: their own."""
+    return torch.float64 if tensors and tensors[0].is_floating_point() and not tensors[0].is_mps else None
 
 
 _HALF = frozenset((torch.float16, torch.bfloat16))
@@ -196,15 +200,6 @@ def _wide(t: Tensor) -> Tensor:
 def as_variable(t: Tensor, needed: bool = True) -> Tensor:
     """Return the tensor without its graph, to differentiate in; a function, so that Dynamo need not trace it."""
     return t.detach().requires_grad_(needed)
-
-
-def _sum(t: Tensor, lanes: bool = False) -> Tensor:
-    dtype = _accumulator(t)
-    if not lanes:
-        total = t.sum(dtype=dtype)
-    else:
-        total = t.sum(tuple(range(1, t.dim())), dtype=dtype) if t.dim() > 1 else t.to(dtype)
-    return total if type(total) is Tensor else _full_value(total)
 
 
 def _largest(t: Tensor) -> Tensor:
@@ -226,5 +221,8 @@ def _full_value(t: Tensor) -> Tensor:
     return t.full_tensor() if is_sharded(t) else t  # type: ignore[attr-defined]
 
 
-def _total(parts: list[Tensor]) -> Tensor:
+def _total(tensors: Sequence[Tensor], kind: torch.dtype | None = None) -> Tensor:
+    """Return the sum of all entries, of each tensor first."""
+    sums = [t.sum(dtype=kind) for t in tensors]
+    parts = [t if type(t) is Tensor else _full_value(t) for t in sums]
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0] if parts else torch.zeros((), device="cpu")

@@ -118,7 +118,7 @@ class Contexts:
         for batch in batches:
             kept = self._features if self.deterministic else None
             if kept is None or kept[0] is not oracle.x or not {*slots} <= {*kept[1]}:
-                with oracle.session.buffers_kept(), oracle.placed():
+                with oracle.evaluating():
                     part = oracle.call(Sample(evaluate, (batch,), once=True), graph=False)
                 kept = (oracle.x, list(slots), part)
                 self._features = kept if self.deterministic else None

@@ -41,6 +41,7 @@ class Case(NamedTuple):
         steps: lower steps of a call, for methods that make several.
         calls: calls at the same x; the last estimate is judged.
         options: options of every method here, such as a lower optimizer.
+        solver: returns y for x, as ``lower_solver``; None: the methods' own lower steps.
         methods: variants in place of the usual ones: name -> (class, options).
     """
 
@@ -54,6 +55,7 @@ class Case(NamedTuple):
     steps: int = 50
     calls: int = 2
     options: Mapping[str, Any] = {}
+    solver: Callable[[Tensor], Tensor] | None = None
     methods: Mapping[str, tuple[str, Mapping[str, Any]]] = {}
 
 
@@ -240,6 +242,85 @@ def normalised() -> Case:
     return Case(f, g, x, y, dense(f, g, x, y))
 
 
+def normalised_network() -> Case:
+    """A small CNN with batch normalisation and weight decay, before its training has ended; x: log weights of images.
+
+    The right value is that of the fully trained network: plain gradient descent from the same start, then Newton.
+    """
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits(n_class=3)
+    images = torch.tensor(bunch.images[:120, None] / 16, dtype=DOUBLE)
+    labels = torch.tensor(bunch.target[:120])
+
+    def losses(y: Tensor, part: slice) -> Tensor:
+        hidden = F.conv2d(images[part].to(y), y[:27].reshape(3, 1, 3, 3))
+        hidden = torch.tanh(F.batch_norm(hidden, None, None, training=True))
+        return F.cross_entropy(
+            F.avg_pool2d(hidden, 2).flatten(1) @ y[27:].reshape(27, 3), labels[part], reduction="none"
+        )
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return losses(y, slice(60, 120)).mean()
+
+    def g(x: Tensor, y: Tensor) -> Tensor:
+        return (x.exp() * losses(y, slice(0, 60))).mean() + 5e-3 * y.square().sum()
+
+    x, start = torch.zeros(60, dtype=DOUBLE), 0.3 * normal(108, name="y")
+    y = start.clone().requires_grad_()
+    for _ in range(500):
+        (slope,) = torch.autograd.grad(g(x, y), y)
+        y.data -= 0.1 * slope
+    return Case(f, g, x, start, dense(f, g, x, solve(g, x, y, newton=10)).detach())
+
+
+def five_products() -> Case:
+    """A system of condition 1e4 by five products at each of twenty calls, by every method that keeps its v."""
+    f, g, x, y = quadratic(1e4, 100)
+    few = {"linear_steps": 5}
+    minres = {**few, "linear_solver": "minres"}
+    methods: dict[str, tuple[str, Mapping[str, Any]]] = {
+        "AID, 100 products": ("AID", {"linear_steps": 100}),
+        "AID, 5 products": ("AID", few),
+        "AID, minres, 5": ("AID", minres),
+        **{f"{name}, 5 products": (name, few) for name in ("BA", "PAID", "AmIGO")},
+        "RAHGD, 5 products": ("RAHGD", {**few, "lower_lr": 1.0}),
+        **{name: (name, {}) for name in ("SOBA", "FSLA")},
+        "F2SA, order 2": ("F2SA", {}),
+    }
+    return at_solution(f, g, x, y, calls=20, methods=methods)
+
+
+def loose_solver(tol: float, **methods: tuple[str, Mapping[str, Any]]) -> Case:
+    """Logistic regression by scikit-learn's solver with some tolerance; x: log weights of the examples."""
+    from sklearn.datasets import load_breast_cancer
+    from sklearn.linear_model import LogisticRegression
+
+    bunch = load_breast_cancer()
+    columns = torch.tensor(bunch.data, dtype=DOUBLE)
+    inputs = (columns - columns.mean(0)) / columns.std(0)
+    signs = torch.tensor(2.0 * bunch.target - 1, dtype=DOUBLE)
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return F.softplus(-signs[100:] * (inputs[100:] @ y)).mean()
+
+    def g(x: Tensor, y: Tensor) -> Tensor:
+        return 10 * (x.exp() * F.softplus(-signs[:100] * (inputs[:100] @ y))).sum() + y.square().sum() / 2
+
+    def solver(x: Tensor) -> Tensor:
+        model = LogisticRegression(C=10.0, tol=tol, fit_intercept=False, max_iter=10_000)
+        model.fit(inputs[:100].numpy(), signs[:100].numpy(), sample_weight=x.exp().numpy())
+        return torch.tensor(model.coef_[0], dtype=DOUBLE)
+
+    x, zero = torch.zeros(100, dtype=DOUBLE), torch.zeros(30, dtype=DOUBLE)
+    methods = {
+        **methods, "AID, 100 products": ("AID", {"linear_steps": 100}),
+        "AID, direct": ("AID", {"linear_solver": "direct"}),
+    }  # fmt: skip
+    right = dense(f, g, x, solve(g, x, zero))
+    return Case(f, g, x, zero, right, steps=0, calls=1, solver=solver, methods=methods)
+
+
 def separable() -> Case:
     """Logistic regression without a penalty on separable data: no minimiser. ITD has the derivative of its steps."""
     inputs = torch.cat([normal(10, 2, name="a") + 4, normal(10, 2, name="b") - 4])
@@ -423,6 +504,11 @@ CASES: dict[str, Entry] = {
         "A quadratic in 100 unknowns. A warm start of v at each call restarts conjugate gradients: twenty times ten "
         "products are far from two hundred.",
     ),
+    "condition 1e4, twenty calls of five products": Entry(
+        five_products,
+        "The same with fewer products, by all kinds of methods that keep v. Fewer than ten products are taken for a "
+        "choice, so no warning; [what to set](../recipes/README.md#warm-starts-of-linear-systems).",
+    ),
     "singular, right side not in the range": Entry(
         lambda: matrix(1.0, 0.0), "g = y_1^2 / 2 - x y_1, f = y_1 + y_2: y_2 stays, so the right value is 1."
     ),
@@ -437,6 +523,11 @@ CASES: dict[str, Entry] = {
     "batch normalisation under a decay": Entry(
         normalised, "The loss does not change with the scale of the weights; only the decay does. At a minimum."
     ),
+    "a CNN with batch normalisation, early": Entry(
+        normalised_network,
+        "A small CNN on digits, after 100 steps. But for the decay, H w = -(gradient) and w'Hw = 0 for the weights w "
+        "before a normalisation, so H is indefinite until training has ended. Right: the fully trained network.",
+    ),
     "separable data without a penalty": Entry(separable, "Logistic regression without a minimum: no right value."),
     "a feature that is always zero, Adam": Entry(
         constant_feature, "Five steps of Adam, unrolled. Right: differences of these steps."
@@ -449,6 +540,14 @@ CASES: dict[str, Entry] = {
     ),
     "ten lower steps, f linear in y": Entry(
         lambda: unsolved(linear=True), "The implicit hypergradient of a quadratic g is then exact at any y."
+    ),
+    "a lower solver of scikit-learn, default tolerance": Entry(
+        lambda: loose_solver(1e-4, AID=("AID", {})),
+        "LogisticRegression as `lower_solver`; x: log weights of 100 examples. Central differences over it are "
+        "off by 6 to 48 % along a random direction, with steps of 0.1 to 1e-6.",
+    ),
+    "a lower solver of scikit-learn, tolerance 1e-8": Entry(
+        lambda: loose_solver(1e-8), "Differences are off by less than 0.03 % with steps of 0.1 to 1e-3."
     ),
     "heavy ball, condition 1e4": Entry(
         heavy_ball,

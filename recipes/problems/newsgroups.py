@@ -85,7 +85,7 @@ class _Product(torch.autograd.Function):
 
 
 def load_newsgroups(
-    root: Path | None, download: bool, keep: bool, seed: int, least: int = 1
+    root: Path | None, download: bool, keep: bool, seed: int, least: int = 1, footers: bool = False
 ) -> tuple[Part, Part, Part]:
     """Return the training and validation parts (stratified halves of the official training part) and the test part.
 
@@ -96,11 +96,12 @@ def load_newsgroups(
         keep: keep headers, footers and quoted replies, which give the group away.
         seed: seed of the split.
         least: minimal number of texts that contain a word, for the word to be a feature.
+        footers: keep footers alone.
     """
     from scipy.sparse import csr_matrix
     from sklearn.model_selection import train_test_split
 
-    whole, held_out, labels, test_labels = _vectors(folder(root, "20newsgroups"), download, keep, least)
+    whole, held_out, labels, test_labels = _vectors(folder(root, "20newsgroups"), download, keep, least, footers)
     first, second = train_test_split(list(range(len(labels))), test_size=0.5, stratify=labels, random_state=seed)
 
     def part(matrix: Any, targets: list[int]) -> Part:
@@ -118,13 +119,15 @@ def load_newsgroups(
 
 
 @lru_cache(maxsize=1)
-def _vectors(root: Path, download: bool, keep: bool, least: int) -> tuple[Any, Any, list[int], list[int]]:
+def _vectors(
+    root: Path, download: bool, keep: bool, least: int, footers: bool
+) -> tuple[Any, Any, list[int], list[int]]:
     """Return the features of the training and test parts, then their group numbers."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     (train, train_groups), (test, test_groups) = (texts_of(root, part, download) for part in ("train", "test"))
     if not keep:
-        train, test = stripped(train), stripped(test)
+        train, test = stripped(train, footers), stripped(test, footers)
     numbers = {name: i for i, name in enumerate(sorted(set(train_groups)))}
     vectorizer = TfidfVectorizer(min_df=least)
     whole, held_out = vectorizer.fit_transform(train), vectorizer.transform(test)
@@ -150,11 +153,9 @@ def texts_of(root: Path, part: str, download: bool) -> tuple[list[str], list[str
     return list(bunch.data), [bunch.target_names[t] for t in bunch.target]
 
 
-def stripped(texts: list[str]) -> list[str]:
-    """Remove headers, footers and quotes, as scikit-learn's ``remove=`` does."""
+def stripped(texts: list[str], footers: bool = False) -> list[str]:
+    """Remove headers, quotes and (unless they are to stay) footers, as scikit-learn's ``remove=`` does."""
     from sklearn.datasets import _twenty_newsgroups as rules
 
-    return [
-        rules.strip_newsgroup_footer(rules.strip_newsgroup_quoting(rules.strip_newsgroup_header(text)))
-        for text in texts
-    ]
+    bare = [rules.strip_newsgroup_quoting(rules.strip_newsgroup_header(text)) for text in texts]
+    return bare if footers else [rules.strip_newsgroup_footer(text) for text in bare]

@@ -145,7 +145,13 @@ def no_hooks(patch):
 
 
 def memory_not_written(patch):
-    patch.setattr(places, "remember", lambda *_: None)
+    whole = places.Writer.__init__
+
+    def without_entries(writer, results, pure):
+        whole(writer, results, pure)
+        writer._entries = []
+
+    patch.setattr(places.Writer, "__init__", without_entries)
 
 
 def buffers_not_written(patch):

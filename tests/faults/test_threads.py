@@ -96,3 +96,49 @@ def test_the_hooks_of_another_thread_make_no_new_graphs():
     optimizer = compiled_in_first_step_of_another(before=3, after=12)
     assert "compile_fallback" not in optimizer.diagnostics
     assert optimizer.captured_graphs == 1
+
+
+@pytest.mark.parametrize("verb", ["step", "backward", "propose", "adapt", "run"])
+def test_one_optimizer_makes_one_step_at_a_time(verb):
+    """Two steps at once would write into the same tensors; the second is refused, and the first is not disturbed."""
+    (x, y), inside, leave = (torch.zeros(3, requires_grad=True) for _ in range(2)), threading.Event(), threading.Event()
+    optimizer, waits, told = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1), False, []
+
+    def upper():
+        return (y - 1).square().sum()
+
+    def lower(batch=None):
+        if waits:
+            inside.set()
+            assert leave.wait(20)
+        return (y - x - 1).square().sum()
+
+    if verb == "run":
+        optimizer.compile(backend="eager")
+    optimizer.step(upper, lower)
+    twin = [t.detach().clone() for t in (x, y)]
+    other = bo.SOBA([u.requires_grad_() for u in twin[:1]], [twin[1].requires_grad_()], lr=0.1, lower_lr=0.1)
+    other.load_state_dict(optimizer.state_dict())
+    waits = True
+    first = threading.Thread(target=optimizer.step, args=(upper, lower))
+    first.start()
+    assert inside.wait(20)
+    waits = False
+    calls = {
+        "adapt": lambda: optimizer.adapt(lower, steps=1),
+        "run": lambda: optimizer.run(upper, lower, steps=3),
+    }
+    try:
+        calls.get(verb, lambda: getattr(optimizer, verb)(upper, lower))()
+    except RuntimeError as error:
+        told.append(str(error))
+    finally:
+        leave.set()
+        first.join()
+    assert told
+    assert told[0].startswith("another thread is making a step with this optimizer")
+    other.step(lambda: (twin[1] - 1).square().sum(), lambda: (twin[1] - twin[0] - 1).square().sum())
+    assert torch.equal(x, twin[0])
+    assert torch.equal(y, twin[1])
+    optimizer.step(upper, lower)  # its turn again
+    assert not torch.equal(x, twin[0])

@@ -273,6 +273,23 @@ def test_omniglot_of_torchvision(tmp_path):
         load("omniglot", tmp_path / "nothing", tmp_path / "cache")
 
 
+def test_both_forms_of_omniglot_number_the_characters_alike(tmp_path):
+    """Alphabets in the order of their names are not the characters in the order of the file numbers."""
+    packed, unpacked = tmp_path / "packed", tmp_path / "unpacked"
+    packed.mkdir()
+    for part, first, count in (("background", 0, 5), ("evaluation", 5, 4)):
+        paper = np.arange(first, first + count) % 2 == 0
+        np.savez(packed / f"images_{part}.npz", images=np.tile(paper[:, None, None, None], (2, 12, 12)))
+        for i, white in enumerate(paper):
+            alphabet = "Zulu" if i < 2 else "Arcadian"
+            folder = unpacked / "omniglot-py" / f"images_{part}" / alphabet / f"character{i:02}"
+            for drawer in range(2):
+                write_image(folder / f"{first + i + 1:04}_{drawer + 1:02}.png", 255 * int(white), "L", 12)
+    first, second = (load("omniglot", root, tmp_path / "cache", size=12) for root in (packed, unpacked))
+    assert values(first) == values(second)
+    assert len({v for some in values(first).values() for v in some}) == 2
+
+
 def test_packed_omniglot(tmp_path):
     first, second = np.ones((5, 2, 12, 12), bool), np.ones((4, 2, 12, 12), bool)
     for i in range(9):

@@ -13,8 +13,8 @@ import torch
 
 import bilevel_optim as bo
 from recipes.few_shot import __main__ as program
-from recipes.few_shot import benchmark, compare, plan, training
-from recipes.few_shot.backbones import Norm
+from recipes.few_shot import benchmark, compare, plan, profile, training
+from recipes.few_shot.backbones import Body, Norm
 from recipes.few_shot.data import DATA
 from recipes.few_shot.learners import make
 from recipes.few_shot.picture import projected, separation
@@ -408,6 +408,26 @@ def test_loops_by_hand_compute_the_same(capsys):
         hand = benchmark.main([*size, "--alone", name, "--hand"])["norm"]
         if name != "pzobo":  # a single random direction, another one here and there
             assert ours == pytest.approx(hand, rel=1e-3)
+
+
+def test_the_profile_counts_evaluations_of_the_body(capsys, monkeypatch):
+    """Time is the number of images that the body has seen: one episode has four, and a head adapts in five steps."""
+    seen = 0
+    plain = Body.forward
+
+    def forward(body, images, known=None):
+        nonlocal seen
+        seen += len(images)
+        return plain(body, images, known)
+
+    monkeypatch.setattr(Body, "forward", forward)
+    monkeypatch.setattr(profile, "clock", lambda device: seen)
+    size = ["--size", "16", "--way", "2", "--query", "1", "--tasks", "1", "--rounds", "1"]
+    found = profile.main([*size, "--learners", "anil", "protonet"])
+    assert found.pop("steps") == {"body": 4, "anil": 4, "anil, each time": 12, "protonet": 4}
+    assert set(found) == {"contiguous", "channels last", "channels last, bfloat16"}
+    assert {tuple(parts.items()) for parts in found.values()} == {(("forward", 4), ("forward and backward", 4))}
+    assert "body at each lower step" in capsys.readouterr().out
 
 
 def test_the_benchmark_shows_every_learner(capsys, monkeypatch):

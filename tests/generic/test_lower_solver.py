@@ -93,3 +93,23 @@ def test_compiled_steps_are_eager_with_that_reason():
     optimizer = bo.AID(problem.x, problem.y, lr=0.1, lower_steps=0, lower_solver=solved(problem))
     with pytest.raises(RuntimeError, match="lower_solver is a function of yours"):
         optimizer.compile(fullgraph=True)
+
+
+def test_what_a_gradient_step_does_not_show_is_judged_by_the_curvature():
+    """y misses its solution in a direction of curvature 1e-3 of the largest, along which f changes."""
+    curvature = torch.tensor([1.0, 1e-3])
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+
+    def told(error, linear_solver):
+        def solve():
+            y.copy_(x / curvature + torch.tensor([0.0, error]))
+
+        optimizer = bo.AID([x], [y], lr=1.0, lower_steps=0, lower_solver=solve, linear_solver=linear_solver)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            optimizer.backward(lambda: y.square().sum() / 2, lambda: (curvature * y * y / 2 - x * y).sum())
+        return any("y after lower_solver is not a solution" in str(w.message) for w in said)
+
+    for linear_solver in ("cg", "minres", "direct"):
+        assert told(20.0, linear_solver)  # 2 % of y; a gradient step moves it by 0.002 %
+        assert not told(5.0, linear_solver)

@@ -10,7 +10,6 @@ from bilevel_optim import Vector
 from bilevel_optim.distributed.ranks import Ranks
 from bilevel_optim.oracle import batched
 from bilevel_optim.oracle.evaluation import in_place
-from bilevel_optim.oracle.first_order import upper_slope
 from bilevel_optim.oracle.lanes import stacked
 from bilevel_optim.oracle.session import EvaluationOptions, Session
 from bilevel_optim.problem.objective import Sample
@@ -28,7 +27,7 @@ def figures(oracle, x, y):
     """Return value, gradients and products in v = 5 at a point, and their expected values."""
     f, g, v = oracle.f.draw(), oracle.g.draw(), Vector([torch.tensor([5.0])])
     loss, in_x, in_y = oracle.upper(f)
-    alone, in_x_alone = upper_slope(oracle, "upper", f)
+    alone, in_x_alone = oracle.upper_alone(f)
     value, slope = oracle.lower(g)
     with oracle.lower_system(g) as system:
         cross, hvp = system.both(v)
@@ -87,7 +86,7 @@ def test_products_alone_do_not_ask_for_the_value_of_the_loss():
 def test_gradients_from_a_backward_pass_leave_none_behind():
     x, y, oracle = scalars()
     oracle.sharded = True  # whose gradients no other call gives
-    _, (gradient,) = upper_slope(oracle, "upper", oracle.f.draw())
+    _, (gradient,) = oracle.upper_alone(oracle.f.draw())
     assert (float(gradient), x.grad, y.grad) == (12.0, None, None)
 
 

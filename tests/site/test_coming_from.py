@@ -1,4 +1,4 @@
-"""The code of other libraries on the pages "Coming from ..." does what the pages say, where they are installed."""
+"""Code of other libraries on the pages "Coming from ..." does what they say, where the library is installed."""
 
 import inspect
 import logging

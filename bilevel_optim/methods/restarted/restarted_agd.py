@@ -17,7 +17,7 @@ from ...optimizer.options import GENERATOR
 from ...optimizer.state import recalled, remember
 from ...optimizer.transaction import Transaction
 from ...oracle.evaluation import in_place
-from ...oracle.first_order import none_to_zeros
+from ...oracle.point import none_to_zeros
 from ...problem.parameters import is_number, require, require_rates
 from ...problem.vector import Vector
 from .restart import Momentum, Position, Restarted, iteration_property

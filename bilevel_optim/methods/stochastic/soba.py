@@ -10,7 +10,6 @@ from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import fixed, number
 from ...optimizer.step import StepInputs
-from ...oracle.first_order import upper_slope
 from ...oracle.oracle import Oracle
 from ...oracle.second_order import system_sample
 from ...problem.objective import Sample
@@ -215,6 +214,6 @@ class FSLA(SingleLoop):
 
 def _direct(oracle: Oracle, xi: Sample, zeta: Sample, v: Vector) -> tuple[Tensor, Vector]:
     """Return the loss, and the hypergradient with a given v."""
-    loss, grad_x = upper_slope(oracle, "upper", xi)
+    loss, grad_x = oracle.upper_alone(xi)
     with oracle.lower_system(zeta, gradient=False) as system:
         return loss, grad_x - system.cross(v)

@@ -289,7 +289,8 @@ def _omniglot(root: Path, cache: Path, size: int, download: bool) -> Images:
             for background in (True, False):
                 Omniglot(str(root), background=background, download=True)
         both = ("background", "evaluation")
-        found = [sorted({p.parent for p in root.rglob(f"images_{part}/*/*/*.png")}) for part in both]
+        # Files are named 0001_01.png to 1623_20.png: folders in that order are the rows of the packed form.
+        found = [_unique(p.parent for p in _by_name(root.rglob(f"images_{part}/*/*/*.png"))) for part in both]
         if not any(found):
             raise SystemExit(
                 f"no Omniglot under {root}: expected torchvision's folders omniglot-py/images_background and "
@@ -311,6 +312,14 @@ def _omniglot(root: Path, cache: Path, size: int, download: bool) -> Images:
 
     pixels = _kept("omniglot", cache, files, size, {**splits}, DRAWERS, read, channels=1)
     return Images("omniglot", pixels, (0.0,), (1.0,))
+
+
+def _by_name(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: (path.name, path))
+
+
+def _unique(paths: Iterable[Path]) -> list[Path]:
+    return [*dict.fromkeys(paths)]
 
 
 def _from_npz(paths: Sequence[Path], size: int) -> Callable[[Sequence[int]], Iterable[Array]]:
