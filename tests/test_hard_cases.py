@@ -158,19 +158,18 @@ def test_pages_are_those_of_the_records():
     assert (DOCS / "difference_steps.md").read_text() == difference_steps.page(numbers)
 
 
-def test_closed_forms_of_the_comparison_are_differences_of_solutions():
-    problem, step = "sparse", 1e-6
-    x = peers.POINT[problem]
-
-    def value(x):
-        y = peers.SPARSE.sign() * (peers.SPARSE.abs() - x.exp()).clamp_min(0)
-        return peers.upper(x, y)
-
-    found = torch.stack([(value(x + e) - value(x - e)) / (2 * step) for e in step * torch.eye(6)])
-    torch.testing.assert_close(found, peers.right(problem), rtol=1e-6, atol=1e-8)
-    x = peers.POINT["constrained"]
+@pytest.mark.parametrize(
+    ("problem", "solution"),
+    [
+        ("early stopped", lambda x: peers.descended("early stopped", x, peers.EARLY)),
+        ("constrained", peers.simplex),
+        ("sparse", lambda x: peers.SPARSE.sign() * (peers.SPARSE.abs() - x.exp()).clamp_min(0)),
+    ],
+)
+def test_closed_forms_of_the_comparison_are_differences_of_solutions(problem, solution):
+    """The command itself compares the three others with dense matrices."""
+    x, step = peers.POINT[problem], 1e-6
     found = [
-        (peers.upper(x, peers.simplex(x + e)) - peers.upper(x, peers.simplex(x - e))) / (2 * step)
-        for e in step * torch.eye(6)
+        (peers.upper(x, solution(x + e)) - peers.upper(x, solution(x - e))) / (2 * step) for e in step * torch.eye(6)
     ]
-    torch.testing.assert_close(torch.stack(found), peers.right("constrained"), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(torch.stack(found), peers.right(problem), rtol=1e-6, atol=1e-8)

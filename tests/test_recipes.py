@@ -115,8 +115,9 @@ def no_silent_solve(r):
 
 def right_hypergradients(r):
     (row,) = r["results"].values()
-    assert row["quadratic"] < 1e-12
-    assert row["constrained"] < 1e-12
+    assert row["quadratic"]["error"] < 1e-12
+    assert row["constrained"]["error"] < 1e-12
+    assert row["sparse"]["error"] < 1e-12
 
 
 def restarts_are_slow(r):
@@ -313,7 +314,11 @@ RUNS = {
         "difference_steps",
         near_the_best_step,
     ),
-    "benchmarks.peers": ("--peers bilevel_optim,_ITD --problems quadratic constrained", "peers", right_hypergradients),
+    "benchmarks.peers": (
+        "--peers bilevel_optim,_ITD --problems quadratic constrained sparse",
+        "peers",
+        right_hypergradients,
+    ),
     "benchmarks.data_facts": ("", "data_facts", constant_pixels),
     "benchmarks.warm_starts": ("--conditions 1e4 --products 5 --drifts 1e-9", "warm_starts", restarts_are_slow),
     "benchmarks.step_path": ("", None, None),
