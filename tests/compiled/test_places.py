@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from bilevel_optim.compiled import program
 
 from ..problems import seeded
 
@@ -88,3 +89,31 @@ def test_gradients_may_be_changed_in_place(method):
         assert optimizer.captured_graphs
         ends.append([*x.tolist(), *y.tolist()])
     assert ends[0] == ends[1]
+
+
+def test_both_losses_are_looked_at_in_one_look(monkeypatch):
+    """It tells what each of them reads; that both read one tensor is noticed."""
+    ends = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        x, y = (torch.randn(3, generator=seeded(k)).requires_grad_() for k in (1, 2))
+        weights = {"upper": torch.tensor(0.5), "lower": torch.tensor(0.8)}
+
+        def upper(y=y, weights=weights):
+            return weights["upper"] * (y - 1).square().sum()
+
+        def lower(x=x, y=y, weights=weights):
+            return weights["lower"] * (y - x).square().sum()
+
+        optimizer, alone = bo.SOBA([x], [y], lr=0.01, lower_lr=0.1), []
+        if compiled:
+            optimizer.compile(backend="eager")
+            look = program._look
+            monkeypatch.setattr(program, "_look", lambda *own, look=look, alone=alone: alone.append(1) or look(*own))
+        losses = [optimizer.step(upper, lower) for _ in range(8)]
+        assert not alone
+        weights["upper"] = weights["lower"]
+        losses += [optimizer.step(upper, lower) for _ in range(8)]
+        assert bool(alone) is compiled
+        ends.append([*x.tolist(), *y.tolist(), *map(float, losses)])
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
