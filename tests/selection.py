@@ -1,8 +1,8 @@
 """Which cases of a test run without ``--slow``, and which with it only.
 
 Of a test in ``FOLDERS`` with a ``row``, one row of each kind of method runs, and each combination of its other
-parameters with one of these rows. In ``HALVED``, where nearly all that is tested is code of the base class, it is every
-other one of these rows; which half depends on the test, so that each kind runs in half of the tests.
+parameters with one of these rows. In ``THINNED``, where nearly all that is tested is code of the base class, it is
+every third of these rows; which third depends on the test, so that each kind runs in a third of the tests.
 ``@pytest.mark.every_row`` keeps all rows, because a row has its own truth there;
 ``@pytest.mark.usually("a", "b")`` keeps the cases of these ids, or with a parameter of one of these names.
 ``@pytest.mark.few(n)`` keeps n cases, evenly spread, where all share their code. The markers and ``FOLDERS`` decide
@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from zlib import crc32
 
 FOLDERS = ("compiled", "faults", "generic")
-HALVED = ("faults", "generic")
+THINNED = ("faults", "generic")
 # A method of each kind: what the others of its kind share with it is most of their code.
 MAIN = (
     *("AID", "ITD", "F2SA", "BOME", "PZOBO", "SOBA", "StocBiO", "RSVRB", "RAHGD", "RAGDA", "MAML", "RTMLMC"),
@@ -45,8 +45,8 @@ def _kept(cases):
     if cases[0].get_closest_marker("every_row"):
         return cases
     rows = main_rows([case.callspec.params["row"] for case in cases])
-    if cases[0].path.parent.name in HALVED:
-        rows = rows[crc32(cases[0].originalname.encode()) % 2 :: 2] or rows
+    if cases[0].path.parent.name in THINNED:
+        rows = rows[crc32(cases[0].originalname.encode()) % 3 :: 3] or rows
     by_row, by_others, used, kept = defaultdict(list), defaultdict(list), Counter(), []
     for case in cases:
         row = case.callspec.params["row"].name

@@ -46,7 +46,7 @@ def test_reports_the_closed_form_errors(reference):
 SETTINGS, SOLVE = "estimator's own settings", "lower solve is the cause"
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("cls", "problem", "steps", "options", "cause"),
     [
@@ -124,6 +124,7 @@ def test_stochastic_estimates_are_judged_by_their_mean():
     assert report.cosine > 0.9
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("cls", "options"),
     [
@@ -227,7 +228,7 @@ def test_losses_without_second_derivatives_are_checked_by_differences():
 # ---------------------------------------------------------------------------------------------------- tasks
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reference", ["dense", "differences"])
 @pytest.mark.parametrize(
     ("cls", "options", "error"),
@@ -279,6 +280,7 @@ def test_contextual_methods_are_checked():
         check(bo.DLSGD, Tasks(m=3), rtol=0.05, repeats=2, **(options | {"neumann_steps": 1}))
 
 
+@pytest.mark.usually("False")
 @pytest.mark.parametrize("features", [False, True])
 def test_initialised_methods_are_checked(features):
     """The proximal term of iMAML is there once in the reference, and once in the method."""
@@ -342,7 +344,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
     ("reference", "dtype"), [("auto", torch.float64), ("differences", torch.float64), ("implicit", torch.float32)]
@@ -357,6 +359,7 @@ def test_wrong_losses_are_found_and_named(fault, reference, dtype):
         bo.check_hypergradient(optimizer, upper, lower, rtol=3e-2, reference=reference)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("reference", ["dense", "implicit", "differences"])
 def test_losses_without_a_fault_are_right(dtype, reference):
@@ -376,6 +379,7 @@ def test_a_difference_of_the_solved_problem_agrees_with_the_reference(problem, r
     assert report.gap < 1e-6
 
 
+@pytest.mark.slow  # as the rectifiers of faults/test_checking.py and the kinks of test_verdicts.py
 def test_kinks_and_noise_are_no_faults():
     """Rectifiers, and dropout whose masks belong to the sample."""
     torch.manual_seed(1)

@@ -152,6 +152,7 @@ def test_gradients_of_the_shares_are_right():
         assert report.norm > 1e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["f2sa", "aid", "soba"])
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")  # the linear system of a model that is new
 def test_the_useful_source_is_found(name):

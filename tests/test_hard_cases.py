@@ -25,6 +25,7 @@ def _double():
     torch.set_default_dtype(torch.float64)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -42,6 +43,7 @@ def test_right_values_are_differences_of_solved_problems(name):
     assert (up - down) / (2 * step) == pytest.approx(float(case.right @ direction), rel=1e-4, abs=1e-9)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CHEAP)
 def test_no_verdict_is_worse_than_the_recorded_one(name):
     case, row = CASES[name].make(), RECORD["results"][name]
@@ -131,6 +133,7 @@ def test_nu_follows_precision_and_order():
     assert other.given_nu is None
 
 
+@pytest.mark.usually("quadratic-bfloat16 autocast-nu, order 4", "tanh network-float64-step of products")
 @pytest.mark.parametrize(
     ("loss", "precision", "quantity"),
     [

@@ -9,6 +9,7 @@ from recipes.problems.systems import SYSTEMS
 QUICK = ("40 rows, 200 unknowns, condition 1e4", "singular, solvable", "network, trained", "convex, penalty 1e-2")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SYSTEMS])
 def test_solves_are_right_or_told(name, dtype):

@@ -422,6 +422,7 @@ def test_noise_is_no_growth():
         optimizer.step(lambda: y.sum() * x.sum(), lower)
 
 
+@pytest.mark.usually("8")
 @pytest.mark.parametrize("seed", [6, 8, 11])
 def test_rounding_errors_at_a_solution_are_no_growth(seed):
     """They may repeat themselves, so that each solve ends with a larger gradient, or swings."""

@@ -296,6 +296,7 @@ def test_libsvm_files_are_reweighted(tmp_path):
     assert len(numbers["grid"]["aid"]) == 2
 
 
+@pytest.mark.slow
 def test_noise_of_drawing_tasks_follows_the_law():
     problem = many_tasks.Quadratics(torch.linspace(0.2, 2.0, 5), 3, 2)
     measured, law = many_tasks.noise(problem, torch.tensor([0.1, 0.1, 0.2, 0.2, 0.4], dtype=torch.float64), 400, 0)

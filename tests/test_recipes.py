@@ -29,7 +29,7 @@ from recipes import (
     meta_classification,
     saddle_escape,
 )
-from recipes.benchmarks import conditioning, contextual, many_tasks, overhead
+from recipes.benchmarks import conditioning, contextual, difference_steps, many_tasks, overhead
 from recipes.common import Parser, progress, rows, spend, summary, table, train, tuned
 from recipes.problems import few_images, kernel_machine, suspects
 from recipes.problems.newsgroups import SparseFeatures, load_newsgroups
@@ -388,22 +388,25 @@ def run(tmp_path, monkeypatch, capsys):
     return call
 
 
-# Programs that other tests run too (audits, searches without time), or whose parts they test (kernels).
-LONG = ("audit_labels", "hanging_net", "length_scales", "tolls")
+# Programs that other tests run too (audits, searches without time, jobs), or whose parts they test (kernels).
+LONG = ("audit_labels", "hanging_net", "length_scales", "three_jobs", "tolls")
 # What replaces their arguments without --slow.
 SHORTER = {
-    "three_jobs": "--updates 1",
-    "transfer": "--steps 2 --seeds 1 --most 3 --cases wrong new --arms untrained ITD",
+    "hyper_cleaning": "--steps 8 --optimizer aid f2sa",
+    "learn_to_regularize": "--steps 6 --optimizer rahgd aid-nesterov ba f2sa-2 first-order",
+    "saddle_escape": "--seeds 1 --steps 100 --optimizer pragda gda,_lr_1",
+    "transfer": "--steps 1 --seeds 1 --most 3 --cases wrong new --arms untrained ITD",
     "benchmarks.paths": "--directions 1 --chunk 1 --repeats 1",
 }
 
 
 @pytest.mark.usually(*(RUNS.keys() - set(LONG)))
 @pytest.mark.parametrize("name", RUNS)
-def test_program(name, run, tmp_path, request):
+def test_program(name, run, tmp_path, request, monkeypatch):
     arguments, stem, check = RUNS[name]
-    if name in SHORTER and not request.config.getoption("--slow"):
-        arguments = SHORTER[name]
+    if not request.config.getoption("--slow"):
+        arguments = SHORTER.get(name, arguments)
+        monkeypatch.setattr(difference_steps, "ORDERS", (1,))
     numbers, printed = run(name, arguments, None if stem is None else tmp_path, pictures=True)
     assert len(printed.out.splitlines()) > 3
     assert printed.err == ""  # no progress bar where there is no terminal
@@ -429,6 +432,7 @@ def test_whitened_means_are_linear_discriminants():
     torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-3, atol=0)
 
 
+@pytest.mark.slow
 def test_hyper_cleaning_with_momentum_and_perturbations(run):
     names = ["ba", "paid", "rahgd", "prahgd"]
     numbers, _ = run("hyper_cleaning", f"--steps 6 --optimizer {' '.join(names)}")
@@ -508,6 +512,7 @@ def test_captured_steps_in_the_recipes(run, monkeypatch):
     assert numbers["best"]["soba"][0]["compile_fallback"] is None
 
 
+@pytest.mark.slow
 def test_golden_trajectories_of_the_linear_representation(run):
     """T25 of the PZOBO specification, to step 10: deterministic methods within 1 %, random ones in their order."""
     names = ["itd", "aid-fp", "first-order", "pzobo-code", "pzobo-16", "pzobo"]
@@ -707,6 +712,54 @@ def test_an_audit_of_images_of_your_own(method, tmp_path, run):
         run("audit_labels", own)
     with pytest.raises(SystemExit, match="need --trusted"):
         run("audit_labels", f"--images {tmp_path / 'photos'}")
+
+
+def test_images_of_an_audit_stay_with_their_files_and_labels(tmp_path, monkeypatch):
+    """In folders of other sizes, and in the list and the picture, which begin with the worst."""
+    from contextlib import contextmanager
+
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    for folder, counts in (("all", (3, 2)), ("checked", (1, 2)), ("later", (2, 1))):
+        for start, (name, count) in zip((20, 120), zip(("day", "night"), counts, strict=True), strict=True):
+            (tmp_path / folder / name).mkdir(parents=True)
+            for i in range(count):
+                Image.new("L", (4, 4), start + 10 * i).save(tmp_path / folder / name / f"{i}.png")
+    data = suspects.images(tmp_path / "all", tmp_path / "checked", tmp_path / "later", 4)
+    light = torch.tensor([20.0, 30, 40, 120, 130])
+    for part, pixels, labels in (
+        (data.rows, light, [0, 0, 0, 1, 1]),
+        (data.trusted, torch.tensor([20.0, 120, 130]), [0, 1, 1]),
+        (data.test, torch.tensor([20.0, 30, 120]), [0, 0, 1]),
+    ):
+        found = part.features.flatten(1)
+        close = (pixels - light.mean()) / light.repeat_interleave(3 * 16).std()
+        torch.testing.assert_close(found, close[:, None].expand_as(found), rtol=1e-4, atol=1e-5)
+        assert part.labels.tolist() == labels
+    assert [Path(file).relative_to(tmp_path / "all").as_posix() for file in data.where] == [
+        "day/0.png", "day/1.png", "day/2.png", "night/0.png", "night/1.png",
+    ]  # fmt: skip
+    seen = suspects.Rows(data.rows, data.trusted, None, 2, 0)
+    worst = suspects.listed(torch.tensor([0.1, 0.5, 0.2, 0.9, 0.3]), torch.tensor([1, 1, 1, 0, 0]), seen, data)
+    assert [row[0] for row in worst] == [3, 1, 4, 2, 0]
+    assert [[Path(row[1]).name, *row[2:]] for row in worst[:2]] == [
+        ["0.png", "night", pytest.approx(0.9), "day"], ["1.png", "day", pytest.approx(0.5), "night"],
+    ]  # fmt: skip
+    canvas = Figure()
+
+    @contextmanager
+    def figure(*_):
+        yield canvas
+
+    monkeypatch.setattr(suspects, "figure", figure)
+    marked = data._replace(rows=Part(data.rows.features.clone(), data.rows.labels))
+    marked.rows.features[:, :, 0, 0] += torch.arange(1.0, 6)[:, None]  # one pixel apart, to know an image by
+    marked.rows.features[3, :, 0, 1] += 2.0
+    suspects.picture(tmp_path / "none", "", {"none": {"glc": {"accuracy": 1.0}}}, worst, marked)
+    shown = [axis for axis in canvas.subfigs[1].axes if axis.images]
+    assert [axis.get_title() for axis in shown[:2]] == ["night: day?", "day: night?"]
+    assert [float(axis.images[0].get_array()[0, 1].max()) > 0.2 for axis in shown] == [True, *[False] * 4]
 
 
 def test_an_audit_of_a_table_of_your_own(tmp_path, run):
@@ -1013,14 +1066,14 @@ def test_scales_of_kernels_have_the_right_hypergradient():
         torch.testing.assert_close(p.grad, found, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 3))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 8))])
 def test_length_scales_is_an_estimator_of_scikit_learn(part):
-    """In each part, every fourth check of scikit-learn."""
+    """In each part, every eighth check of scikit-learn."""
     from sklearn.utils.estimator_checks import estimator_checks_generator
 
     checks = [*estimator_checks_generator(length_scales.LengthScales(steps=1))]
     assert len(checks) > 40
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of data with columns that are constant, and the like
-        for estimator, check in checks[part::4]:
+        for estimator, check in checks[part::8]:
             check(estimator)

@@ -110,7 +110,7 @@ def verdict(fault, method, **options):
         return error
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(11)
 @pytest.mark.parametrize(("fault", "method"), table(WRONG))
 def test_a_fault_is_named(fault, method):
     found = verdict(fault, method)
@@ -122,7 +122,7 @@ def test_a_fault_is_named(fault, method):
             raise found
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("fault", "method"), table(RIGHT))
 def test_correct_parts_are_not_blamed(fault, method):
     report = verdict(fault, method)

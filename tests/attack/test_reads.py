@@ -119,6 +119,7 @@ def _threads():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.few(56)  # of 111, every other one
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in BY_KEY])
 def test_a_graph_notices_what_changes(name):

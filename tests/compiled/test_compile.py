@@ -144,6 +144,7 @@ def graphs(optimizer):
     return optimizer.captured_graphs
 
 
+@pytest.mark.usually("AID", "ITD", "F2SA", "BOME", "SOBA", "PZOBO", "RAHGD", "MAML")
 @each(lambda row: row.declared.tasks not in ("required",))
 def test_captured_steps_are_the_eager_ones(row):
     captured = compared(row)
@@ -179,7 +180,7 @@ def test_a_random_number_of_products_is_one_graph(row):
 GROWS = "the number of lower steps grows"
 
 
-@pytest.mark.usually("BA")
+@pytest.mark.slow  # as the test below
 @each(("BA", "BSA"))
 def test_more_and_more_lower_steps_run_eagerly_at_once(row):
     """With the reason, as long as they grow; with a fixed number they are captured."""
@@ -221,7 +222,7 @@ def test_more_and_more_lower_steps_are_no_full_graph(row):
 CHOSEN = ("ITD", "F2SA", "SOBA")
 
 
-@pytest.mark.usually("SOBA")
+@pytest.mark.slow  # as the test below, and learning rates in test_steps.py
 @each(CHOSEN)
 def test_with_lower_adam_and_an_upper_scheduler(row):
     if row.declared.lower_optimizer == "given gradient" and row.name != "SOBA":
@@ -515,6 +516,7 @@ def test_a_reason_is_warned_of_once_and_raised_if_asked_for():
                 lower_steps=1).compile(fullgraph=True)  # fmt: skip
 
 
+@pytest.mark.slow  # as test_steps.py and test_losses.py
 def test_visible_changes_are_seen():
     """A number that a loss closes over, its training mode, an option of a group, a frozen parameter."""
     factors = {"now": 1.0}
@@ -533,6 +535,7 @@ def test_visible_changes_are_seen():
     assert graphs(optimizer) >= 2
 
 
+@pytest.mark.slow  # as test_losses.py, in training mode
 def test_normalisation_is_captured_in_both_modes():
     """Its running statistics change nothing then; in training mode they are results of the step."""
     ends = []
@@ -593,6 +596,7 @@ class Batch(NamedTuple):
     label: nn.Parameter
 
 
+@pytest.mark.slow  # as test_losses_are_read_in_no_other_form_than_before
 def test_batches_of_any_pytree_are_arguments():
     results = []
     for optimizer, _, x, y in simple(lambda x, y: lambda: base(x, y)):
@@ -826,6 +830,7 @@ def test_compiled_by_inductor(request):
             assert close([*problem.x, *problem.y], [*other.x, *other.y], 1e-8), row.name
 
 
+@pytest.mark.slow
 def test_convolutions_too_large_to_be_batched_are_compiled_one_by_one(monkeypatch):
     """As in the first, eager step, which alone can see their size."""
     monkeypatch.setattr(batched, "LARGE", 1)

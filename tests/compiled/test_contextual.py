@@ -59,6 +59,7 @@ def test_fullgraph_raises_and_leaves_the_steps_as_they_are(cls, reason):
     assert "compile_fallback" not in optimizer.diagnostics
 
 
+@pytest.mark.slow
 def test_checkpoints_of_captured_steps_go_on():
     """In which the estimate of L was a tensor."""
     results = []

@@ -205,6 +205,7 @@ COPIED = (own_function, attention)
 ALONE = [make for make in OPERATIONS if make is not weight_norm]
 
 
+@pytest.mark.usually("mlp", "own_function", "attention", "slope_of_a_tensor")
 @pytest.mark.parametrize("make", ALONE)
 def test_operations_of_losses_are_one_graph(make):
     assert noticed(make) == "value"
@@ -225,8 +226,8 @@ def test_operations_of_losses_are_captured(make, method):
 
 @pytest.mark.parametrize(
     ("method", "tasks"),
-    [("F2SA", False), ("SOBA", True), *(pytest.param(*pair, marks=pytest.mark.slow)
-     for pair in (("AID", False), ("SOBA", False), ("AID", True), ("F2SA", True)))],
+    [("SOBA", True), *(pytest.param(*pair, marks=pytest.mark.slow)
+     for pair in (("F2SA", False), ("AID", False), ("SOBA", False), ("AID", True), ("F2SA", True)))],
 )  # fmt: skip
 def test_normalisation_in_training_mode(method, tasks):
     """The buffers go with the steps, by step and by run."""
@@ -432,6 +433,7 @@ def number(name):
     return make, (numbers()[name][2:] or [2])[0]
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("name", numbers())
 def test_a_number_that_changes_is_noticed(name):
     """Wherever it is kept."""
@@ -442,7 +444,7 @@ def test_a_number_that_changes_is_noticed(name):
         assert noticed(make) == ("value" if graphs == 1 else "new graph")
 
 
-@pytest.mark.usually("attribute of its own", "value of a tensor")
+@pytest.mark.usually("value of a tensor")
 @pytest.mark.parametrize("name", numbers())
 def test_a_number_that_changes(name):
     """It is seen at the next step: in a new graph, or as a value."""
@@ -573,12 +575,13 @@ VALUES = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("make", "graphs"), VALUES)
 def test_a_value_that_a_loss_reads_is_noticed(make, graphs):
     assert noticed(make) == ("value" if graphs == 1 else "new graph")
 
 
-@pytest.mark.usually("data_of_a_tensor", "size_of_a_tensor")
+@pytest.mark.usually("size_of_a_tensor")
 @pytest.mark.parametrize(("make", "graphs"), VALUES)
 def test_a_value_that_a_loss_reads_changes(make, graphs):
     captured(make, graphs)
@@ -607,7 +610,7 @@ def test_a_schedule(kind):
     assert twin.optimizer.captured_graphs == 2
 
 
-@pytest.mark.usually("torch.bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_schedule_keeps_the_type_of_the_other_operand(dtype):
     """A number that has become a tensor has no say in the type of a result, and is no less precise."""
@@ -632,7 +635,7 @@ def test_a_schedule_keeps_the_type_of_the_other_operand(dtype):
     assert seen[0] == [dtype, dtype, torch.float64]
 
 
-@pytest.mark.usually("number", "same")
+@pytest.mark.usually("number")
 @pytest.mark.parametrize("how", ["number", "object", "same"])
 def test_recreated_lambdas_are_the_same_losses(how):
     """Until they read something else."""
@@ -914,7 +917,7 @@ def test_refusals_of_a_loss_alone(make, reason):
     assert says(reason, noticed(make))
 
 
-@pytest.mark.usually("attention_with_dropout", "python_choice", "counter", "own_data", "spectral_norm")
+@pytest.mark.usually("counter", "spectral_norm")
 @pytest.mark.parametrize(("make", "reason", "first"), REFUSALS)
 def test_refusals(make, reason, first):
     refused(make, reason, first, method="F2SA" if make is attention_with_dropout else "SOBA")

@@ -55,6 +55,7 @@ def emptied(optimizer, x, y):
     optimizer.state.clear()
 
 
+@pytest.mark.usually("transposed", "loaded", "emptied")
 @pytest.mark.parametrize("change", [transposed, cast, loaded, zeroed, deleted, emptied])
 def test_changes_of_the_state_between_steps_count_as_in_eager_steps(change):
     ends = []
@@ -74,13 +75,14 @@ def test_changes_of_the_state_between_steps_count_as_in_eager_steps(change):
     assert ends[1] == pytest.approx(ends[0], rel=1e-5)
 
 
+@pytest.mark.usually("MRBO")
 @pytest.mark.parametrize("method", [bo.MRBO, bo.SUSTAIN])
 def test_gradients_may_be_changed_in_place(method):
     ends = []
     for changed in (False, True):
         torch.manual_seed(0)
         x, y = (torch.randn(3, generator=seeded(k)).requires_grad_() for k in (1, 2))
-        optimizer = method([x], [y], lr=0.01, lower_lr=0.1)
+        optimizer = method([x], [y], lr=0.01, lower_lr=0.1, linear_steps=1)
         optimizer.compile(backend="eager")
         for _ in range(8):
             optimizer.step(lambda y=y: (y - 1).square().sum(), lambda x=x, y=y: ((y - x).square() * (1 + y**2)).sum())

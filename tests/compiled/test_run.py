@@ -193,6 +193,7 @@ def test_batches_with_their_parts_in_another_order_end_what_is_drawn_at_once():
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.usually("shared generator")
 @pytest.mark.parametrize("kind", ["shared generator", "one objective"])
 def test_the_order_of_draws_is_kept(kind):
     """If it matters which loss draws first, steps draw one by one, as the losses ask."""
@@ -211,6 +212,7 @@ def test_the_order_of_draws_is_kept(kind):
     assert at_once == 0
 
 
+@pytest.mark.slow  # as the test below
 def test_batches_of_another_form_end_what_is_drawn_at_once():
     """Surplus draws are drawn again, including numbers of a generator."""
 
@@ -295,6 +297,7 @@ def test_batches_that_are_written_into_are_drawn_step_by_step(data):
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.slow
 def test_batches_that_are_written_into_within_a_step_are_captured():
     """All the batches of a captured step are drawn before it, and copied."""
     ends = []

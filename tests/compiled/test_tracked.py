@@ -108,7 +108,7 @@ def test_captured_steps_are_the_eager_ones(way, monkeypatch):
     assert optimizer.captured_graphs == 1 + ("probabilities" in options)
 
 
-@pytest.mark.usually("svrb")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["svrb", "rsvrb", "stable"])
 def test_captured_steps_begin_anew_when_x_has_another_size(way):
     """That step visits all tasks, and draws otherwise than those that follow."""
@@ -127,7 +127,7 @@ def test_captured_steps_begin_anew_when_x_has_another_size(way):
     assert optimizer.captured_graphs == 2
 
 
-@pytest.mark.usually("bsvrb 2")
+@pytest.mark.slow  # as that in test_compile.py
 @pytest.mark.parametrize("way", ["svrb free", "bsvrb 2"])
 def test_a_captured_run_goes_on_bit_for_bit(way):
     cls, options = WAYS[way]
@@ -211,6 +211,7 @@ def test_uncaptured_steps_say_why(cls, options, reason):
         steps(*made(cls, captured=CAPTURED, **options), 3)
 
 
+@pytest.mark.slow
 def test_a_captured_step_warns_of_a_noisy_beta_when_an_eager_one_does(monkeypatch):
     monkeypatch.setattr(watching, "PATIENCE", 5)
     for captured in (None, CAPTURED):

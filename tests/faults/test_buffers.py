@@ -196,6 +196,7 @@ WAYS = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
 @pytest.mark.parametrize("cls", [bo.AID, bo.F2SA, bo.ITD])

@@ -33,6 +33,7 @@ def test_a_solve_that_time_has_ended_decides_nothing(cls, reference):
     assert "time is up" in str(report)
 
 
+@pytest.mark.usually("implicit")
 @pytest.mark.parametrize("reference", ["implicit", "differences"])
 def test_an_unsolved_lower_problem_is_no_reference(reference):
     problem, optimizer = quadratic(1e13)
@@ -41,6 +42,7 @@ def test_an_unsolved_lower_problem_is_no_reference(reference):
     assert "penalty" in str(told.value)
 
 
+@pytest.mark.usually("1000.0")
 @pytest.mark.parametrize("kappa", [1.0, 1e3, 1e5])
 def test_a_badly_conditioned_lower_problem_is_solved_for_differences(kappa):
     """A problem reported as solved is solved: the norm is that of the closed form."""
@@ -55,7 +57,7 @@ def test_a_badly_conditioned_lower_problem_is_solved_for_differences(kappa):
         assert report.norm == pytest.approx(float(truth.norm()), rel=1e-4)
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("distance", [0.0, 1e-9, 1e-6, 1e-4, 1e-3])
 @pytest.mark.parametrize("place", ["x in f", "y in f", "x in g", "y in g"])
 def test_kinks_near_the_point_are_no_faults(place, distance):
@@ -81,8 +83,8 @@ def test_kinks_near_the_point_are_no_faults(place, distance):
         assert "kink" in report.advice
 
 
+@pytest.mark.usually("2")
 @pytest.mark.filterwarnings("ignore:the lower Hessian is not positive definite")  # it need not be
-@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_rectifiers_are_no_faults(seed):
     """A network has kinks everywhere."""
@@ -128,7 +130,7 @@ class Rows(torch.utils.data.Dataset):
         return float(i)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("drawn", [0, 2])
 @pytest.mark.parametrize("tool", ["check", "suggest"])
 def test_loaders_with_persistent_workers_stay_where_they_are(tool, drawn):
@@ -162,12 +164,12 @@ def test_suggest_moves_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), torchs)
 
 
-@pytest.mark.few(3)
+@pytest.mark.usually("dense-lower", "differences-upper")
 @pytest.mark.parametrize("level", ["upper", "lower"])
 @pytest.mark.parametrize("reference", ["dense", "differences"])
-def test_faults_of_equal_entries_are_found(reference, level):
+def test_faults_of_equal_entries_are_found(reference, level, request):
     """A direction of signs is orthogonal to them half of the time."""
-    for seed in range(12):
+    for seed in range(12 if request.config.getoption("--slow") else 5):
         torch.manual_seed(seed)
         x, y = torch.randn(4).requires_grad_(), torch.zeros(4, requires_grad=True)
         extra = {level: lambda x=x, y=y: x.detach().sum() * (1 + (y.sum() if level == "lower" else 0))}
@@ -184,6 +186,7 @@ def test_faults_of_equal_entries_are_found(reference, level):
             )
 
 
+@pytest.mark.usually("dense")
 @pytest.mark.parametrize("reference", ["dense", "differences"])
 def test_a_wrong_loss_is_named_rather_than_nu(reference):
     """The derivatives of g in x that a first-order method takes are checked too."""

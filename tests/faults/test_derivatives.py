@@ -257,6 +257,7 @@ def network(kind):
     return nn.Sequential(*layers).float(), X, target
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("name", ["ITD", "F2SA"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["relu", "pooled", "tanh", "norm", "weight norm"])

@@ -40,7 +40,7 @@ def left(optimizer, lower, x, y):
     return torch.cat([x.detach(), y.detach()]), numbers, optimizer.generator.get_state()
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cls", [bo.SOBA, bo.TTSA])
 @pytest.mark.parametrize("at", [90, 91, 92])
 @pytest.mark.parametrize("steps", [4, 11])
@@ -76,6 +76,7 @@ class Interrupting:
         return call
 
 
+@pytest.mark.usually("7-list", "1-iterable", "20-iterable")
 @pytest.mark.parametrize("data", ["list", "iterable"])
 @pytest.mark.parametrize("after", [0, 1, 7, 20])
 def test_an_interrupted_run_is_whole_and_loses_little(data, after, monkeypatch):

@@ -39,6 +39,7 @@ def made(start=0.3, backend="eager", fullgraph=True):
     return optimizer, (lambda: y.square().sum() + y.sum(), lambda: (y - x).square().sum()), x, y
 
 
+@pytest.mark.usually("1")
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupt_waits_until_a_step_is_compiled(times):
     """A second interrupt does not wait; neither leaves a mode on, and the step is not made."""

@@ -95,6 +95,7 @@ def drawn(objective, n):
     return [tree_map(plain, objective.draw().batch) for _ in range(n)]
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("stop", [0, 1, 3, 5])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_data_continue_with_all_their_generators(kind, stop, tmp_path):
@@ -221,6 +222,7 @@ def test_a_failed_step_in_any_pass_of_persistent_workers_is_drawn_again(stop):
     assert drawn(objective, 9) == drawn(twin, 9)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("stop", [0, 2, 7])
 def test_states_tell_whether_workers_were_there(stop, before):
@@ -254,6 +256,7 @@ def test_a_generator_that_moves_in_persistent_workers_is_refused():
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o))}
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("stop", [0, 2, 3, 4])
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("kind", ["list", "default order", "batch sampler", "two generators", "persistent"])
@@ -363,7 +366,7 @@ def drawn_by_steps(make, items):
     return seen, data.state_dict()["position"], x.item(), torch.get_rng_state().tolist()
 
 
-@pytest.mark.few(50)
+@pytest.mark.few(24)
 @pytest.mark.parametrize("at", range(12))
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("kind", FAILING)

@@ -46,6 +46,7 @@ WRONG = {
 }
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(("name", "value"), [(k, v) for k, some in WRONG.items() for v in some], ids=str)
 def test_state_of_no_parameter_is_checked_before_loading(name, value):
     """The error used to come after the state had been replaced."""

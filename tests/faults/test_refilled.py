@@ -81,7 +81,7 @@ def ends(name, data, features=False, compiled=False, at_once=False, accumulate=1
     return torch.cat([torch.stack(found), x.detach(), y.detach()])
 
 
-@pytest.mark.few(13)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("features", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_are_those_with_new_tensors(name, features):
@@ -91,8 +91,8 @@ def test_steps_are_those_with_new_tensors(name, features):
     assert torch.equal(ends(name, lambda: Refilled(2), features), expected)
 
 
+@pytest.mark.usually("SUSTAIN-True")
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
-@pytest.mark.usually("F2SA-False", "SUSTAIN-True", "SOBA-True")
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("name", ["AID", "F2SA", "SUSTAIN", "SOBA"])
 def test_captured_steps_are_those_with_new_tensors(name, at_once):

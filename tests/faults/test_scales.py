@@ -40,6 +40,7 @@ def steps_of(name, scale, steps=3):
     return torch.cat([x, y]).detach()
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("scale", [2.0**-90, 2.0**90])
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_do_not_depend_on_the_scale_of_both_losses(name, scale):

@@ -144,6 +144,7 @@ def test_weight_decay_that_the_linear_system_does_not_know_is_warned_about(row, 
         make()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("cls", "options"),
     [(bo.AID, {}), (bo.ITD, {}), (bo.F2SA, {}), (bo.PZOBO, {"generator": seeded()}), (bo.FirstOrder, {})],
@@ -386,6 +387,7 @@ def test_momentum_with_a_lower_optimizer_is_refused():
         bo.iMCN(problem.x, problem.y, lr=0.1, lower_lr=0.1, lower_steps=3, lower_momentum=0.5, lower_optimizer=Adam)
 
 
+@pytest.mark.usually("copies", "weight norm")
 @pytest.mark.skipif("weight" not in signature(F.l1_loss).parameters, reason="torch's l1_loss has no weights")
 @pytest.mark.parametrize("way", ["copies", "tasks", "weight norm", "compiled"])
 def test_weights_of_the_l1_loss_count_where_torch_leaves_them_out(way):

@@ -43,7 +43,7 @@ def exact(name, **options):
 SOLVED = {"momentum": 0.0, "lower_lr": 0.9, "lower_steps": 30}
 
 
-@pytest.mark.few(2)
+@pytest.mark.usually("aid")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -222,7 +222,7 @@ def test_the_ridge_head_solves_its_problem():
 
 def test_steps_are_shorter_on_longer_features():
     torch.manual_seed(0)
-    images = torch.randn(20, 3, 32, 32)
+    images = torch.randn(6, 3, 32, 32)
     bodies = [BACKBONES[name](3, 32) for name in ("cnn4", "resnet12")]
     with torch.no_grad():
         short, long = (body(images).square().sum(1).mean() for body in bodies)

@@ -259,7 +259,7 @@ def differences(base, way, tasks):
     return torch.stack(right) / (2 * h)
 
 
-@pytest.mark.few(60)  # of 112, each way and method with or without tasks
+@pytest.mark.few(32)  # of 112, each way and method with or without tasks
 @pytest.mark.parametrize("tasks", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "more"), FOLLOWS)
@@ -315,9 +315,9 @@ ONCE = pytest.mark.parametrize("name", ["AID", "ITD", "F2SA", "SOBA", "PZOBO", "
 
 
 def made_for(name, x, y, **more):
-    steps = {} if name == "SOBA" else {"lower_steps": 60}
+    steps = {"lower_steps": 60, **more} if name != "SOBA" else {}
     directions = {"directions": x.numel()} if MADE.get(name) is ZEROTH else {}
-    return getattr(bo, name)([x], [y], lr=0.0, lower_lr=0.3, **steps, **directions, **MADE.get(name, {}), **more)
+    return getattr(bo, name)([x], [y], lr=0.0, lower_lr=0.3, **directions, **MADE.get(name, {}), **steps)
 
 
 class Batches:
@@ -401,7 +401,7 @@ def test_a_parametrisation_cached_around_a_step_is_refused_and_inside_the_loss_i
     def upper():
         return (y - 1).square().sum() / 2
 
-    more = {"vectorize": vectorize} if name in ("F2SA", "PZOBO", "HOZOG") else {}
+    more = {"lower_steps": 5, **({"vectorize": vectorize} if name in ("F2SA", "PZOBO", "HOZOG") else {})}
     optimizer = made_for(name, x, y, **more)
     if compiled:
         optimizer.compile(backend="eager")
@@ -414,9 +414,12 @@ def test_a_parametrisation_cached_around_a_step_is_refused_and_inside_the_loss_i
     found = []
     for loss in (lower, cached):
         optimizer = made_for(name, x, y, **more)
-        for _ in range(150 if name == "SOBA" else 3):
+        with torch.no_grad():
+            y.copy_(before)
+        for _ in range(9 if name == "SOBA" else 2):
             optimizer.backward(upper, loss)
         found.append(x.grad.clone())
+    assert found[0].abs().max() > 1e-3
     close(found[0], found[1], 1e-6)
 
 
@@ -458,8 +461,8 @@ def test_a_graph_from_outside_that_leads_to_no_parameter_is_a_constant(name, com
         if detached:
             features = features.detach()
         x, y = torch.tensor([0.3, -0.2, 0.5], requires_grad=True), torch.zeros(3, requires_grad=True)
-        optimizer = made_for(name, x, y)
-        if compiled:
+        optimizer = made_for(name, x, y, lower_steps=2)
+        if compiled and not detached:
             optimizer.compile(backend="eager")
         for _ in range(3):
             optimizer.step(

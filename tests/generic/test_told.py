@@ -73,7 +73,7 @@ def test_short_steps_around_a_minimum_give_no_warning():
     repeated(optimizer, f, g, 60)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_healthy_run_gives_no_warning(name):
@@ -214,6 +214,7 @@ def test_a_rate_that_moves_nothing_is_reported_once(way, upper_optimizer, dtype)
     assert told[0].filename == __file__
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("case", ["lr of zero", "solved", "small", "does not depend on x"])
 def test_an_intentionally_still_run_gives_no_warning(case):

@@ -53,7 +53,7 @@ def ended(row, accumulate, size, **options):
     return flat([decay, *model.net.parameters()]), optimizer, model.most
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @each(ROWS)
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_parts_of_a_batch_are_the_batch(row, vectorize):

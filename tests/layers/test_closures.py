@@ -300,7 +300,7 @@ def test_substituted_equals_in_place(name, request):
     assert all(map(torch.equal, *buffers[1:]))
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(10)
 @every_case
 @pytest.mark.parametrize("vectorize", [True, 2, False])
 def test_stacked_copies_are_plain_gradients(name, vectorize):

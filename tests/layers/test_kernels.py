@@ -36,6 +36,14 @@ def ask(*arguments, **variables):
     return result.stdout
 
 
+@pytest.fixture(scope="module")
+def interpreted():
+    """What Triton's interpreter finds: differences from the references, and loads."""
+    return json.loads(
+        ask("-m", "tests.layers.triton_alone", "loads" if OLD_INTERPRETER else "interpreted", TRITON_INTERPRET="1")
+    )
+
+
 def how(count=3, kind="normal", offset=0, period=997):
     return torch.arange(count) * 10**12 - 7, torch.arange(count) * 31 % period, period, offset, kind
 
@@ -188,18 +196,17 @@ def test_solver_on_flat_vectors_is_the_solver(lanes):
 
 @needs_triton
 @pytest.mark.skipif(OLD_INTERPRETER, reason="the interpreter of Triton 3.6 does not run with NumPy 2.4")
-def test_programs_give_what_the_references_give():
+def test_programs_give_what_the_references_give(interpreted):
     """In Triton's interpreter, which rounds to bfloat16 towards zero, so up to two places differ there."""
-    found = json.loads(ask("-m", "tests.layers.triton_alone", "interpreted", TRITON_INTERPRET="1"))
-    assert len(found) == 3 * 4
-    for case, places in found.items():
+    assert len(interpreted["worst"]) == 3 * 4
+    for case, places in interpreted["worst"].items():
         assert places <= (2 if case.startswith("bfloat16") else 4), case
 
 
 @needs_triton
-def test_a_step_of_conjugate_gradients_loads_every_entry_a_few_times():
+def test_a_step_of_conjugate_gradients_loads_every_entry_a_few_times(interpreted):
     """And what its blocks have found once, not once in every block: twice the entries, twice the loads."""
-    fewer, more = json.loads(ask("-m", "tests.layers.triton_alone", "loads", TRITON_INTERPRET="1"))
+    fewer, more = interpreted["loads"]
     assert fewer >= 7 * 32 * 16
     assert more == pytest.approx(2 * fewer, rel=0.05)
 

@@ -85,6 +85,7 @@ def test_equals_the_literal_loop(barrier, joint_steps):
     assert any(row[5] == 0 for row in rows) or any(row[5] > 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_converges_to_the_optimum(direct):
     """Without a direct gradient the barrier has to carry all of the hypergradient."""

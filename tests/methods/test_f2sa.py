@@ -273,6 +273,7 @@ class Miniature(Problem):
         return [-torch.func.jacrev(gradient, 0)(x, y).T @ v]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "key", [(1, "forward"), (2, "central"), (3, "forward"), (3, "centred"), (4, "central"), (6, "central")]
 )
@@ -284,6 +285,7 @@ def test_slopes_on_the_papers_task_in_miniature(key):
 # ------------------------------------------------------------------------------- 5. T5, float32 sweet spots
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("p", "kind", "nu", "error"),
     [
@@ -528,6 +530,7 @@ def test_a_negative_copy_that_goes_away_is_seen_at_order_two(descent, nu_r):
     assert optimizer.diagnostics["spread"].tolist() == pytest.approx([optimizer.diagnostics["spread"][0].item()] * 2)
 
 
+@pytest.mark.slow
 def test_automatic_stencil_changes_to_forward_at_order_two():
     problem = PenaltyQuadratic(r=2.88)
     optimizer = bo.F2SA(problem.x, problem.y, lr=0.0, lower_lr=problem.lr, lower_steps=20, nu=0.5)

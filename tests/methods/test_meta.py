@@ -164,6 +164,7 @@ def test_momentum_and_adam_are_differentiated_from_the_start(factory):
     assert float((got * direction).sum()) == pytest.approx(float(difference), rel=1e-5)
 
 
+@pytest.mark.usually("False")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_adam_is_differentiated_where_a_feature_of_the_tasks_is_zero(compiled):
     """Two tasks without their second feature, one with it: against central differences of torch's own steps."""

@@ -166,6 +166,7 @@ def test_gda_on_the_w_shaped_problem(start, lr, steps):
     assert run(bo.GDA, start, 300, lr=lr, lower_lr=0.05)[0] == steps
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("start", "hit", "restarts"), [("beside the saddle", 172, 4), ("on a slope", 35, 3)])
 def test_the_minimum_of_the_w_shaped_problem_is_found_in_time(start, hit, restarts):
     """The first steps of that table, up to the minimum and the last restart."""

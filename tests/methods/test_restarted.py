@@ -435,7 +435,7 @@ def test_table_of_the_quartic_problem(lower_restart, period, steps, restarts, se
     assert counts["hvp"] <= 7 * steps - 1
 
 
-@pytest.mark.few(2)
+@pytest.mark.usually("1.0-68-0.0051")
 @pytest.mark.parametrize(("radius", "steps", "norm"), [(0.1, 83, 6.6e-4), (1.0, 68, 5.1e-3), (10.0, 40, 0.24)])
 def test_practical_radii_on_the_quartic_problem(radius, steps, norm):
     problem = Quartic()
@@ -444,6 +444,7 @@ def test_practical_radii_on_the_quartic_problem(radius, steps, norm):
     assert float(problem.gradient(optimizer.averaged_parameters()[0]).norm()) == pytest.approx(norm, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower_steps", [20, pytest.param(60, marks=pytest.mark.slow)])
 def test_theory_reaches_its_accuracy(lower_steps):
     """The theorem's constants, run to the end on the problem they are made for."""
@@ -476,6 +477,7 @@ def test_an_exact_saddle_holds_the_method_without_initial_perturbation():
         assert not optimizer.averaged_parameters()[0].any()
 
 
+@pytest.mark.slow
 def test_the_initial_perturbation_leaves_an_exact_saddle():
     _, steps, x = saddle(1, 13, "theory", lower_steps=30)
     assert steps == 13  # shorter than the escape takes
@@ -695,6 +697,7 @@ def test_the_check_looks_at_x_itself():
         problem.run(optimizer)
 
 
+@pytest.mark.slow
 def test_small_data_cleaning_reaches_a_smaller_loss_than_aid():
     """Section 6.7, ordering only: the same steps, lower steps and linear steps."""
     final = []

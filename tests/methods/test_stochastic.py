@@ -250,7 +250,7 @@ def distances(cls, p, steps, **options):
     return found
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("cls", [cls for cls in LOOPS if cls not in RANDOMISED], ids=lambda cls: cls.__name__)
 def test_converges_without_noise(cls):
     """To x*; the Neumann series of 13 terms leaves a relative error of 0.5^13, (I - A/2) having norm 1/2.
@@ -274,6 +274,7 @@ def test_reaches_its_neighbourhood(cls):
     assert (sum(d * d for d in late) / len(late)) ** 0.5 < 0.21
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [300, pytest.param(600, marks=pytest.mark.slow)])
 def test_saba_converges_linearly_where_soba_stalls(steps):
     """The same constant rates and noise: measured 6e-10 after 600 steps, against 0.02 to 0.08 for ever."""
@@ -316,6 +317,7 @@ def test_the_series_with_fresh_samples_is_unbiased():
     close(total, p.truncated(steps, eta), 1e-12, 1e-12)
 
 
+@pytest.mark.usually("StocBiO")
 @pytest.mark.parametrize("cls", [bo.TTSA, bo.StocBiO])
 def test_estimates_have_the_mean_of_the_truncated_series(cls):
     """The class's estimates: z-scores of 300 at one point."""
@@ -481,6 +483,7 @@ def test_saba_refills_its_memory_for_another_sum():
         assert optimizer.oracle_counts["lower_grad"] - before == calls
 
 
+@pytest.mark.slow
 def test_a_finite_sum_can_be_checked():
     """The exact hypergradient of the mean, and the estimates of a stochastic method around it; no generator moves."""
     p = Noisy()

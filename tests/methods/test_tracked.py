@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from bilevel_optim.methods.tracked import watching
 
 from ..problems import Problem, close, seeded, values
 
@@ -314,6 +315,7 @@ def test_t23_orientation_of_the_cross_derivative():
         close(jacobian[:, k], slope, 1e-6)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("beta", [0.0, 0.37, 1.0])
 @pytest.mark.parametrize("m", [0, 3])
 def test_t1_without_noise_every_beta_gives_the_deterministic_method(beta, m):
@@ -354,6 +356,7 @@ def test_svrb_is_the_listing_with_noise_projections_and_unequal_weights(schedule
     assert all(projected.values()) or schedule, projected  # each projection was active somewhere
 
 
+@pytest.mark.usually("5")
 @pytest.mark.parametrize("m", [1, 5])
 def test_t5_t6_rsvrb_that_looks_at_all_tasks_is_svrb(m):
     results = []
@@ -502,7 +505,7 @@ def test_t3_the_direction_needs_independent_probes():
     assert abs(drawn - 60) < 4.5 * 45**0.5
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("cls", "options", "bound"),
     [
@@ -554,11 +557,12 @@ def test_noise_of_the_data_is_averaged():
     assert norms[0.02] < norms[1.0] / 3
 
 
-def test_a_noisy_beta_is_reported():
+def test_a_noisy_beta_is_reported(monkeypatch):
+    monkeypatch.setattr(watching, "PATIENCE", 20)
     family = Family()
     optimizer = bo.RSVRB(family.x, family.y, lr=0.01, lower_lr=0.01, beta=1.0, task_batch=2, generator=seeded(),
                          variant="exact_mean")  # fmt: skip
-    family.run(optimizer, 101)
+    family.run(optimizer, 21)
     with pytest.warns(bo.BilevelWarning, match="random choice of tasks"):
         family.run(optimizer)
 
@@ -724,6 +728,7 @@ def test_stable_keeps_y_at_the_solution_that_moves():
 # ---------------------------------------------------------------------------------------------------- state, samples
 
 
+@pytest.mark.usually("faithful", "matrix_free")
 @pytest.mark.parametrize("variant", ["exact_mean", "faithful", "self_normalised", "matrix_free"])
 def test_t24_resumes_bit_for_bit_with_rows_left_behind(variant):
     def made(seed):

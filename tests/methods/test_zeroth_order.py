@@ -209,6 +209,7 @@ def test_quadratic_response(count):
     assert abs(measured.mean() - variance) < 4.5 * measured.std() / count**0.5
 
 
+@pytest.mark.slow
 @many
 @pytest.mark.parametrize("count", [250, pytest.param(800, marks=pytest.mark.slow)])
 def test_noise_does_not_vanish_at_a_stationary_point(count):
@@ -365,6 +366,7 @@ def test_every_path_sees_one_batch_per_step_in_order(cls):
         assert seen == [*path, *between, *perturbed, *perturbed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [300, pytest.param(600, marks=pytest.mark.slow)])
 def test_independent_noise_is_amplified(count):
     """T7, second half: noise of its own for every evaluation adds (2/mu^2) v' S v to the variance of a coefficient."""
@@ -383,7 +385,7 @@ def test_independent_noise_is_amplified(count):
     assert variances[1] == pytest.approx(100 * variances[0], rel=0.25)
 
 
-@pytest.mark.usually("1-HOZOG-forward", "1-PZOBO-central", "6-PZOBO-forward", "6-HOZOG-central")
+@pytest.mark.usually("6-PZOBO-forward", "6-HOZOG-central")
 @pytest.mark.parametrize("difference", ["forward", "central"])
 @pytest.mark.parametrize("cls", [bo.PZOBO, bo.HOZOG])
 @pytest.mark.parametrize("count", [1, 6])
@@ -410,7 +412,7 @@ def test_stacked_chunked_and_looped_paths_agree(cls, difference, count):
         close(reference, run(vectorize), 1e-11, 1e-10)
 
 
-@pytest.mark.usually("True-momentum", "True-Adam", "False-nesterov", "False-Adagrad")
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "factory",
     [
@@ -550,6 +552,7 @@ def gap(count, steps, seeds=1, factor=0.5):
     return sum(gaps) / seeds
 
 
+@pytest.mark.slow
 def test_sgd_descends_on_the_golden_problem():
     assert gap(16, 40) < 0.3 < gap(1, 40) < 2.0991
 

@@ -32,7 +32,7 @@ def made(row):
     return problem, model, row(problem.x, problem.y, short=True)
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("row", "options"),
     [
@@ -64,6 +64,7 @@ def test_a_run_is_resumed_bit_for_bit(row, options, tmp_path):
     assert resumed.oracle_counts == optimizer.oracle_counts
 
 
+@pytest.mark.few(8)
 @each(lambda row: row.cls.__name__ in ("AID", "FSLA", "PRAHGD", "RAGDA", "F2SA", "RSVRB"))
 def test_asking_before_the_first_step_changes_nothing(row):
     runs = []

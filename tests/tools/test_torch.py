@@ -56,7 +56,7 @@ def test_a_closure_that_calls_backward_is_a_step(row, how):
     assert optimizer.step(closure=lambda: None) is None  # as Lightning gives one where the user gave none
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @each(TOOLED)
 def test_a_compiled_step_is_a_step(row):
     problem, optimizer = made(row)
@@ -137,7 +137,7 @@ def test_no_scheduler_of_torch_is_left_out():
     assert offered <= SCHEDULERS.keys()
 
 
-@pytest.mark.few(40)
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", SCHEDULERS)
 @each(TOOLED)
 def test_schedulers(row, name):
