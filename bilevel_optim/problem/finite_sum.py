@@ -14,6 +14,8 @@ from .parameters import is_count, require
 
 __all__ = ["FiniteSum", "random_term", "term_count"]
 
+KEPT = 4096  # most views of terms that are kept
+
 GENERATOR = "Invalid {name} value: {value} (pass a torch.Generator, or None for torch's default one)"
 BATCH_SIZE = "Invalid {name} value: {value} (an integer number of rows, at least 1)"
 BATCHES = "Invalid {name} value: {value} (leave it out: the entries of a list are the batches)"
@@ -115,7 +117,7 @@ class FiniteSum(Objective):
         return sample
 
     def batches(self, indices: Sequence[int]) -> list[Any]:
-        """Return the batches of terms: views of the data, the same ones at every call while the data are the same."""
+        """Return the batches of terms: views of the data, kept for later calls while the data are the same."""
         data = self.data
         if isinstance(data, list):
             return [data[i] for i in indices]
@@ -125,6 +127,8 @@ class FiniteSum(Objective):
         if not kept or now != self._seen:
             self._seen, self._batches, self._leaves = now, {}, leaves
         found = self._batches
+        if len(found) + len(indices) > KEPT:
+            found.clear()
         for i in indices:
             if i not in found:
                 start, stop = self._bounds(i)

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bilevel_optim as bo
 from bilevel_optim import Objective
+from bilevel_optim.problem.finite_sum import KEPT
 
 from ..problems import seeded
 
@@ -176,6 +177,15 @@ def test_many_indices_of_a_finite_sum_are_as_many_draws():
         found = objective.indices(40).tolist() if together else [objective.draw().index for _ in range(40)]
         ends.append((found, objective.state_dict()["generator"].tolist()))
     assert ends[0] == ends[1]
+
+
+def test_a_finite_sum_keeps_a_limited_number_of_views():
+    data = torch.arange(3.0 * KEPT).unsqueeze(1)
+    terms = bo.FiniteSum(lambda batch: batch.sum(), data, batch_size=1, generator=seeded(0))
+    for start in range(0, len(data), 1000):
+        indices = range(start, min(start + 1000, len(data)))
+        assert [float(batch) for batch in terms.batches(indices)] == [*map(float, indices)]
+        assert len(terms._batches) <= KEPT
 
 
 def test_batches_of_a_finite_sum_are_views_of_its_present_data():
