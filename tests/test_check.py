@@ -12,6 +12,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 import bilevel_optim as bo
 from bilevel_optim.checking.clock import TimeLimit
+from bilevel_optim.checking.differences import slope
 from bilevel_optim.checking.reference import DENSE_LIMIT
 
 from .problems import Cleaning, Cosh, PenaltyQuadratic, Quadratic, Tasks, same, seeded, values
@@ -377,6 +378,20 @@ def test_losses_without_a_fault_are_right(dtype, reference):
 def test_a_difference_of_the_solved_problem_agrees_with_the_reference(problem, reference):
     report = check(bo.AID, problem(), 60, linear_steps=30, reference=reference, rtol=1e3)
     assert report.gap < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("function", "derivative", "verdict"),
+    [
+        (lambda t: max(t, 0.0), 0.0, "unknown"),  # both sides agree at all distances: only the kink shows
+        (lambda t: max(t, 0.0) + t, 1.0, "unknown"),
+        (lambda t: 3 * t + t**2, 3.0, "agrees"),
+        (lambda t: 3 * t + t**2, 3.1, "differs"),
+    ],
+)
+def test_a_difference_across_a_kink_decides_nothing(function, derivative, verdict):
+    unit = torch.finfo(torch.float64).eps
+    assert slope(function, 1e-3, unit).compared(derivative, 1.0, unit) == verdict
 
 
 @pytest.mark.slow  # as the rectifiers of faults/test_checking.py and the kinks of test_verdicts.py

@@ -11,7 +11,7 @@ import bilevel_optim as bo
 from bilevel_optim.checking import suggest as module
 from bilevel_optim.checking.clock import TimeLimit
 from bilevel_optim.checking.spectrum import Spectrum, lanczos
-from bilevel_optim.checking.trials import Trials
+from bilevel_optim.checking.trials import Trials, gradients_of
 
 from .problems import Quadratic, same, seeded, values
 
@@ -237,6 +237,17 @@ def test_trials_with_tasks_make_as_many_steps_as_those_without(count):
     outcome = trials.run(lambda: bo.AID([x], [y], lr=0.01, lower_steps=3, linear_steps=3), 200)
     each = outcome.gradients / outcome.steps / count
     assert outcome.steps == math.ceil(200 * min(count, 8) / (each * count))
+
+
+def test_a_product_with_second_derivatives_costs_two_gradients():
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    curvatures = torch.tensor([1.0, 3.0])
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=3, linear_steps=2, check_derivatives=False)
+    optimizer.step(lambda: (y - 1).square().sum(), lambda: (curvatures * y * (y / 2 - x)).sum())
+    counts = optimizer.oracle_counts
+    assert (counts["lower_grad"], counts["upper_grad"], counts["jvp"]) == (4, 1, 1)
+    assert counts["hvp"] >= 2
+    assert gradients_of(optimizer) == 4 + 1 + 2 * (counts["hvp"] + 1)
 
 
 @pytest.mark.parametrize("looks", [0, 40, 150, 250])

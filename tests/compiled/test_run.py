@@ -309,20 +309,22 @@ def test_batches_that_are_written_into_within_a_step_are_captured():
     assert optimizer.captured_graphs == 1
 
 
-def test_a_failing_step_gives_back_random_numbers():
+@pytest.mark.parametrize("own", [False, True])
+def test_a_failing_step_gives_back_random_numbers(own):
     """This holds for torch's default generator too, which methods without a generator use."""
     data = [batch.clone() for batch in BATCHES * 3]
-    optimizer, losses, _, _ = problem(bo.TTSA, BATCHES[:3], data)
+    optimizer, losses, _, _ = problem(bo.TTSA, BATCHES[:3], data, generator=seeded(3) if own else None)
     for _ in range(3):
         optimizer.step(*losses)
     position = losses[1].state_dict()["position"]
     for batch in data[position:]:
         batch.fill_(torch.nan)
     for steps in (1, 4):
-        before = torch.get_rng_state()
+        before = [g.get_state() for g in (torch.default_generator, optimizer.generator) if g is not None]
         with pytest.raises(bo.NonFiniteError):
             optimizer.run(*losses, steps=steps)
-        assert torch.equal(before, torch.get_rng_state())
+        after = [g.get_state() for g in (torch.default_generator, optimizer.generator) if g is not None]
+        assert all(map(torch.equal, before, after))
         assert losses[1].state_dict()["position"] == position
 
 

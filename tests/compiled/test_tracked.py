@@ -211,7 +211,6 @@ def test_uncaptured_steps_say_why(cls, options, reason):
         steps(*made(cls, captured=CAPTURED, **options), 3)
 
 
-@pytest.mark.slow
 def test_a_captured_step_warns_of_a_noisy_beta_when_an_eager_one_does(monkeypatch):
     monkeypatch.setattr(watching, "PATIENCE", 5)
     for captured in (None, CAPTURED):
