@@ -23,7 +23,7 @@ import torch
 import bilevel_optim as bo
 
 from ..common import Parser, environment, show, whole
-from ..common.seeds import begin
+from ..common.seeds import begin, stream
 from .backbones import BACKBONES, SMALLEST, Body
 from .benchmark import random_episodes
 from .episodes import Episodes
@@ -146,8 +146,8 @@ def _steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             elif isinstance(learner, HeadAdapting):
                 without_features(learner)
                 entries[f"{name}, each time"] = meta_step(learner, episodes)
-    drawn = episodes.sample(args.tasks, torch.Generator().manual_seed(0))
-    parts = [get(drawn, None, torch.Generator().manual_seed(0)).images for get in (episodes.lower, episodes.upper)]
+    drawn = episodes.sample(args.tasks, stream(0, "episodes"))
+    parts = [get(drawn, None, stream(0, "rows")).images for get in (episodes.lower, episodes.upper)]
 
     def body_alone() -> None:
         body.layout = torch.channels_last

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import bilevel_optim as bo
-from bilevel_optim.oracle.oracle import none_to_zeros
+from bilevel_optim.oracle.point import none_to_zeros
 
 from ..problems import Problem, assign, flat, seeded, values
 
