@@ -185,7 +185,8 @@ class Writer:
             others = [t for k, t in enumerate(values) if k not in self._gradient]
             storages, alone = {*map(storage_of, others)}, {*map(storage_of, own)}
             # On a GPU the results of a call may be those of a CUDA graph, which its next call overwrites.
-            self._alone = len(alone - storages) == len(own) and all([t.is_cpu for t in own])
+            # An expanded gradient (that of a sum) has fewer numbers in memory than entries.
+            self._alone = len(alone - storages) == len(own) and all([t.is_cpu and t.is_contiguous() for t in own])
         return own if self._alone else [t.detach().clone() for t in own]
 
     def _write_state(self, optimizer: Method, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -88,3 +88,16 @@ def test_gradients_may_be_changed_in_place(method):
         assert optimizer.captured_graphs
         ends.append([*x.tolist(), *y.tolist()])
     assert ends[0] == ends[1]
+
+
+def test_the_gradient_of_a_sum_is_clipped_in_place():
+    """A graph returns it as an expanded tensor, whose entries share one number in memory."""
+    x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    optimizer = bo.FirstOrder([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+    optimizer.compile(backend="eager")
+    for _ in range(6):
+        optimizer.backward(lambda: x.sum() + (y - 1).square().sum(), lambda: (y - x).square().sum() / 2)
+        x.grad[0] = 0
+        torch.nn.utils.clip_grad_norm_([x], 1.0)
+        assert x.grad.tolist() == pytest.approx([0, 2**-0.5, 2**-0.5], rel=1e-5)
+    assert optimizer.captured_graphs == 1
