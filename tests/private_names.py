@@ -184,6 +184,13 @@ NAMES = [
         "a public timeout of a group",
     ),
     Name('"_timeout"', "distributed/failures.py", "likewise", "likewise"),
+    Name(
+        "._current_frames",
+        "optimizer/transaction.py",
+        "an interrupt can leave a turn taken: whether its thread is still in a step shows only in its stack",
+        "a lock that an interrupt releases",
+    ),
+    Name('"_turn"', "optimizer/transaction.py", "that of the optimizer whose call is in the stack", "likewise"),
     # ------------------------------------------------------------------------------------ compiling
     Name(
         "torch._dynamo.run",

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .draws import Drawn
 from .forms import form_of
-from .places import storage_of
 from .program import Call, StepProgram
 from .reasons import Refused
 from .small_cpu import CallList
@@ -18,6 +17,11 @@ from .small_cpu import CallList
 __all__ = ["Chain"]
 
 TURNS = 4  # most copies of the results of small steps whose memory is kept
+
+
+def storage_of(t: Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    return t.untyped_storage().data_ptr()
 
 
 class Chain:

@@ -21,11 +21,10 @@ from ..optimizer.state import (
 )
 from ..optimizer.transaction import Write, set_gradients
 from ..problem.vector import Vector
-from ..pytree import tree_leaves
 from .forms import form_of, form_of_tensor
 from .pure import PureStep, state_of
 
-__all__ = ["Place", "StatePlaces", "Writer", "buffer_writes", "picked", "storage_of", "table_at"]
+__all__ = ["Place", "StatePlaces", "Writer", "buffer_writes", "picked", "table_at"]
 
 
 class StatePlaces:
@@ -164,29 +163,18 @@ class Writer:
         live = [] if lower is None else [*zip(y, lower, strict=True)]
         live += [] if not moved else zip(self._x, moved["x"], strict=True)
         self._live, self._values = Vector([t for t, _ in live]), [place for _, place in live]
-        places = [leaf for leaf in tree_leaves(results) if type(leaf) is Place]
-        # True if gradients have memory of their own; None until there are results to look at.
-        self._alone = None if all([places.count(place) == 1 for place in self._gradient]) else False
 
     def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any]) -> list[Write]:
         """Return the writes of a call's results, in the order of `writes_of`; ``after`` is the run state after it."""
-        found: list[Write] = [partial(self._write_state, optimizer, values, self._gradients(values))]
+        # Copies, because gradients are clipped in place; they may be constants of the graph, or tensors of the user.
+        gradients = [values[place].detach().clone() for place in self._gradient]
+        found: list[Write] = [partial(self._write_state, optimizer, values, gradients)]
         if self._values:  # last, because the state may hold the old ones
             found.append(partial(self._live.copy_, [values[place] for place in self._values]))
         if self._buffers:
             found += buffer_writes(self._pure, [values[place] for place in self._buffers])
         figures, numbers = picked(self._diagnostics, values), picked(self._numbers, values)
         return found + optimizer._result_writes(figures, numbers, optimizer._run_state.found, after)
-
-    def _gradients(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients, as copies if others may read their memory, because they are clipped in place."""
-        own = [values[place] for place in self._gradient]
-        if self._alone is None:
-            others = [t for k, t in enumerate(values) if k not in self._gradient]
-            storages, alone = {*map(storage_of, others)}, {*map(storage_of, own)}
-            # On a GPU the results of a call may be those of a CUDA graph, which its next call overwrites.
-            self._alone = len(alone - storages) == len(own) and all([t.is_cpu for t in own])
-        return own if self._alone else [t.detach().clone() for t in own]
 
     def _write_state(self, optimizer: Method, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         if self._rows:
@@ -205,11 +193,6 @@ class Writer:
                 state[p][name] = owned(t.detach() if t.requires_grad else t, p)
         for live, memory, prefix in self._solvers:
             remember_solver(state, live, picked(memory, values), prefix)
-
-
-def storage_of(t: Tensor) -> int:
-    """Return the address of a tensor's storage."""
-    return t.untyped_storage().data_ptr()
 
 
 def buffer_writes(pure: PureStep, left: Sequence[Tensor]) -> list[Write]:

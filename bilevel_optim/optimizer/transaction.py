@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from threading import get_ident
+from threading import Lock, get_ident
 from traceback import clear_frames
 from typing import Any, Self
 
@@ -27,6 +28,7 @@ __all__ = ["Transaction", "Turn", "Write", "make", "set_gradients", "undo_of", "
 
 Write = Callable[[], object]
 CPU = torch.device("cpu")
+_TAKING_OVER = Lock()
 
 
 class Turn:
@@ -44,16 +46,29 @@ class Turn:
     def __enter__(self) -> None:
         own = get_ident()
         if self._owner.setdefault("thread", own) != own:  # looks and writes at once
-            raise RuntimeError(
-                "another thread is making a step with this optimizer, and both would write into the same parameters "
-                "and state; hold a lock around the calls, or give each thread parameters and an optimizer of its own"
-            )
+            with _TAKING_OVER:
+                if self._is_inside(self._owner.get("thread")):  # None if it has just left
+                    raise RuntimeError(
+                        "another thread is making a step with this optimizer, and both would write into the same "
+                        "parameters and state; hold a lock around the calls, or give each thread parameters and an "
+                        "optimizer of its own"
+                    )
+                self._owner["thread"], self._depth = own, 0
         self._depth += 1
 
     def __exit__(self, *error: Any) -> None:
         self._depth -= 1
         if not self._depth:
             self._owner.clear()
+
+    def _is_inside(self, thread: int | None) -> bool:
+        """Return True if a thread is in a call of the optimizer: an interrupt at the border leaves the turn taken."""
+        frame = None if thread is None else sys._current_frames().get(thread)
+        while frame is not None:
+            if getattr(frame.f_locals.get("self"), "_turn", None) is self:
+                return True
+            frame = frame.f_back
+        return False
 
 
 class Transaction:

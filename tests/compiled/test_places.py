@@ -119,3 +119,41 @@ def test_both_losses_are_looked_at_in_one_look(monkeypatch):
         assert bool(alone) is compiled
         ends.append([*x.tolist(), *y.tolist(), *map(float, losses)])
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+
+
+def test_the_gradient_of_a_sum_is_clipped_in_place():
+    """A graph returns it as an expanded tensor, whose entries share one number in memory."""
+    x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    optimizer = bo.FirstOrder([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+    optimizer.compile(backend="eager")
+    for _ in range(6):
+        optimizer.backward(lambda: x.sum() + (y - 1).square().sum(), lambda: (y - x).square().sum() / 2)
+        x.grad[0] = 0
+        torch.nn.utils.clip_grad_norm_([x], 1.0)
+        assert x.grad.tolist() == pytest.approx([0, 2**-0.5, 2**-0.5], rel=1e-5)
+    assert optimizer.captured_graphs == 1
+
+
+class Scored(torch.autograd.Function):
+    """The inner product, whose gradient is the other factor itself."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(factor)
+        return (x * factor).sum()
+
+    @staticmethod
+    def backward(ctx, slope):
+        return ctx.saved_tensors[0], None
+
+
+def test_a_gradient_that_is_a_tensor_of_the_user_is_a_copy():
+    (x, y), factor = (torch.ones(3, requires_grad=True) for _ in range(2)), torch.arange(1.0, 4.0)
+    optimizer = bo.FirstOrder([x], [y], lr=0.0, lower_lr=0.1, lower_steps=1)
+    optimizer.compile(backend="eager")
+    for _ in range(5):
+        optimizer.backward(lambda: Scored.apply(x, factor) + (y - 1).square().sum(), lambda: (y - x).square().sum() / 2)
+        assert x.grad.tolist() == [1.0, 2.0, 3.0]
+        x.grad.zero_()
+    assert factor.tolist() == [1.0, 2.0, 3.0]
+    assert optimizer.captured_graphs == 1

@@ -1,5 +1,6 @@
 """Threads share the state that Python and torch keep for the process."""
 
+import sys
 import threading
 import time
 import warnings
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import bilevel_optim as bo
+from bilevel_optim.optimizer.transaction import Turn
 
 
 @pytest.mark.parametrize("method", ["SOBA", "F2SA"])
@@ -142,3 +144,44 @@ def test_one_optimizer_makes_one_step_at_a_time(verb):
     assert torch.equal(y, twin[1])
     optimizer.step(upper, lower)  # its turn again
     assert not torch.equal(x, twin[0])
+
+
+def test_an_interrupt_at_the_border_of_a_step_leaves_no_turn_taken():
+    """At each instruction of the entry and the exit: then another thread makes a step, and this one again."""
+    borders, n, interrupted = {Turn.__enter__.__code__, Turn.__exit__.__code__}, 0, True
+    while interrupted:
+        x, y = (torch.zeros(3, requires_grad=True) for _ in range(2))
+        optimizer, left, told = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1), n, []
+
+        def step(x=x, y=y, optimizer=optimizer, told=told):
+            try:
+                optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x - 1).square().sum())
+            except RuntimeError as error:
+                told.append(error)
+
+        def trace(frame, event, _):
+            nonlocal left
+            if frame.f_code not in borders:
+                return trace if frame.f_code.co_name in {"step", "_make_step"} else None
+            frame.f_trace_opcodes = True
+            left -= event == "opcode"
+            if left == -1:
+                raise KeyboardInterrupt
+            return trace
+
+        before, interrupted = sys.gettrace(), False
+        sys.settrace(trace)
+        try:
+            step()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(before)
+        for _ in range(2):
+            other = threading.Thread(target=step)
+            other.start()
+            other.join()
+            step()
+        assert not told
+        n += 1
+    assert n > 20
