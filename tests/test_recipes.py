@@ -120,6 +120,12 @@ def right_hypergradients(r):
     assert row["sparse"]["error"] < 1e-12
 
 
+def rounding_alone(r):
+    own = [row for row in r["results"] if row["library"] == "bo.solve"]
+    assert len(own) == 3
+    assert all(row["float64"] < 1e-14 and row["float32"] < 1e-5 and not row["said"] for row in own)
+
+
 def restarts_are_slow(r):
     for values in r["results"].values():
         assert values["direction"] < 0.1 < 0.9 < values["restart"]
@@ -319,6 +325,7 @@ RUNS = {
         "peers",
         right_hypergradients,
     ),
+    "benchmarks.layers": ("--repeats 1", "layers", rounding_alone),
     "benchmarks.data_facts": ("", "data_facts", constant_pixels),
     "benchmarks.warm_starts": ("--conditions 1e4 --products 5 --drifts 1e-9", "warm_starts", restarts_are_slow),
     "benchmarks.step_path": ("", None, None),
@@ -341,8 +348,8 @@ RUNS = {
     "benchmarks.paths": ("--directions 2 --chunk 2 --repeats 1", None, None),
 }
 PLAIN = (
-    "black_box", "contextual", "conditioning", "data_facts", "difference_steps", "hard_cases", "linear_systems",
-    "lower_rates", "many_tasks", "peers", "ranks", "transfer", "warm_starts",
+    "black_box", "contextual", "conditioning", "data_facts", "difference_steps", "hard_cases", "layers",
+    "linear_systems", "lower_rates", "many_tasks", "peers", "ranks", "transfer", "warm_starts",
 )  # without a figure  # fmt: skip
 
 
