@@ -163,6 +163,16 @@ def by_hand(name: str, learner: Learner, episodes: Episodes) -> None:
         tensor.grad = gradient.detach()
 
 
+def add_sizes(parser: Parser) -> None:
+    """Add the options of the body and of `random_episodes`."""
+    parser.add_argument("--backbone", choices=[*BACKBONES], default="cnn4", help="default: cnn4")
+    parser.option("size", 32, "height and width of the images", type=whole(SMALLEST))
+    parser.option("way", 5, "classes per episode", type=whole(2))
+    parser.option("shot", 1, "support images per class")
+    parser.option("query", 5, "query images per class")
+    parser.option("tasks", 4, "episodes per meta-step")
+
+
 def random_episodes(args: argparse.Namespace) -> Episodes:
     """Return episodes of noise images."""
     pixels = torch.randint(0, 256, (2 * args.way, args.shot + args.query, 3, args.size, args.size), dtype=torch.uint8)
@@ -199,12 +209,7 @@ def measured(args: argparse.Namespace) -> dict[str, float]:
 def main(given: list[str] | None = None) -> dict[str, Any]:
     """Print the table; return its figures."""
     parser = Parser(__doc__, device=True, out=False)
-    parser.add_argument("--backbone", choices=[*BACKBONES], default="cnn4", help="default: cnn4")
-    parser.option("size", 32, "height and width of the images", type=whole(SMALLEST))
-    parser.option("way", 5, "classes per episode", type=whole(2))
-    parser.option("shot", 1, "support images per class")
-    parser.option("query", 5, "query images per class")
-    parser.option("tasks", 4, "episodes per meta-step")
+    add_sizes(parser)
     parser.option("repeats", 5, "timed meta-steps")
     parser.methods(LEARNERS, [*LEARNERS], "--learners")
     parser.add_argument("--alone", help=argparse.SUPPRESS)

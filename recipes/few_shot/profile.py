@@ -22,10 +22,10 @@ import torch
 
 import bilevel_optim as bo
 
-from ..common import Parser, environment, show, whole
+from ..common import Parser, environment, show
 from ..common.seeds import begin, stream
-from .backbones import BACKBONES, SMALLEST, Body
-from .benchmark import random_episodes
+from .backbones import BACKBONES, Body
+from .benchmark import add_sizes, random_episodes
 from .episodes import Episodes
 from .learners import LEARNERS, HeadAdapting, Learner, make
 from .training import clock
@@ -93,12 +93,7 @@ def without_features(learner: Learner) -> None:
 def main(given: list[str] | None = None) -> dict[str, dict[str, float]]:
     """Print the tables; return their seconds."""
     parser = Parser(__doc__, device=True, out=False)
-    parser.add_argument("--backbone", choices=[*BACKBONES], default="cnn4", help="default: cnn4")
-    parser.option("size", 32, "height and width of the images", type=whole(SMALLEST))
-    parser.option("way", 5, "classes per episode", type=whole(2))
-    parser.option("shot", 1, "support images per class")
-    parser.option("query", 5, "query images per class")
-    parser.option("tasks", 4, "episodes per meta-step")
+    add_sizes(parser)
     parser.option("rounds", 3, "timed calls of each entry")
     parser.add_argument("--compiled", action="store_true", help="time a compiled body too")
     parser.methods(LEARNERS, ["protonet", "ridge", "anil", "first-order", "aid"], "--learners")

@@ -134,6 +134,20 @@ def test_the_gradient_of_a_sum_is_clipped_in_place():
     assert optimizer.captured_graphs == 1
 
 
+@pytest.mark.parametrize("method", [bo.SOBA, bo.AID])
+def test_a_step_is_traced_once(method, monkeypatch):
+    """Its losses are read before, on the first of their batches; a trace that asked for them would begin again."""
+    traced, whole = [], program.StepReader._traced
+    monkeypatch.setattr(program.StepReader, "_traced", lambda *given: traced.append(1) or whole(*given))
+    x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    optimizer = method([x], [y], lr=0.1, lower_lr=0.1, **({"lower_steps": 2} if method is bo.AID else {}))
+    optimizer.compile(backend="eager")
+    lower = bo.Objective(lambda batch: (batch * (y - x).square()).sum(), [torch.ones(3), torch.ones(3) * 2])
+    for _ in range(4):
+        optimizer.step(lambda: (y - 1).square().sum(), lower)
+    assert optimizer.captured_graphs == len(traced) == 1
+
+
 class Scored(torch.autograd.Function):
     """The inner product, whose gradient is the other factor itself."""
 

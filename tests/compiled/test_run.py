@@ -180,6 +180,26 @@ def losses_of(optimizer, losses, at_once, first=5, steps=14):
     return torch.stack(found)
 
 
+@pytest.mark.parametrize("change", ["rows", "type", "length"])
+def test_tuples_of_another_form_end_what_is_drawn_at_once(change):
+    """Batches of inputs and targets have a check of their own."""
+    other = {
+        "rows": lambda a, b: (torch.cat([a, a]), torch.cat([b, 3 * b])),
+        "type": lambda a, b: (a.double(), b),
+        "length": lambda a, b: (a, b, 2 * b),
+    }[change]
+    results = []
+    for at_once in (False, True):
+        pairs = [(b, b.flip(0) * 2) for b in BATCHES]
+        pairs[2] = other(*pairs[2])
+        optimizer, losses, x, y = problem(bo.SOBA, pairs, pairs)
+        for objective, own in zip(losses, [o.loss for o in losses], strict=True):
+            objective.loss = lambda parts, own=own, y=y: own(parts[0].to(y)) + len(parts) * parts[-1].mean() * y.sum()
+        results.append([losses_of(optimizer, losses, at_once), x.detach(), y.detach()])
+    for alone, together in zip(*results, strict=True):
+        assert torch.allclose(alone, together, rtol=1e-6, atol=0)
+
+
 def test_batches_with_their_parts_in_another_order_end_what_is_drawn_at_once():
     """Their tensors have the same forms, but another meaning."""
     results = []
