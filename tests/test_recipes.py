@@ -328,6 +328,7 @@ RUNS = {
     "benchmarks.layers": ("--repeats 1", "layers", rounding_alone),
     "benchmarks.data_facts": ("", "data_facts", constant_pixels),
     "benchmarks.warm_starts": ("--conditions 1e4 --products 5 --drifts 1e-9", "warm_starts", restarts_are_slow),
+    "benchmarks.step_parts": ("--methods soba --steps 2 --calls 1 --backend eager", None, None),
     "benchmarks.step_path": ("", None, None),
     "benchmarks.linear_systems": ("--systems ranking_with_a_bias", "linear_systems", no_silent_solve),
     "benchmarks.copies": ("--batches 2 --orders 2 --repeats 1", None, None),
