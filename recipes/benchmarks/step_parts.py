@@ -1,4 +1,4 @@
-"""Where the time of a small compiled step goes: microseconds by part, of a single step and of one of a `run`.
+"""Measure the parts of a small compiled step, in microseconds: of a single step and of one in a `run`.
 
     python -m recipes.benchmarks.step_parts
     python -m recipes.benchmarks.step_parts --methods soba --steps 320
