@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from bilevel_optim.hypergradient import layer
 
 A, B = torch.randn(2, 7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TARGET = B[:, 0]
@@ -414,6 +415,79 @@ def test_badly_conditioned_sparse_problems_are_solved_to_rounding():
     torch.testing.assert_close(y[free], found, rtol=1e-8, atol=1e-10)
     ours, right = torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(found.sum(), same)[0]
     torch.testing.assert_close(ours, right, rtol=1e-7, atol=0)
+
+
+def test_newton_steps_keep_zeros_and_bounds():
+    wide = torch.randn(50, 100, generator=torch.Generator().manual_seed(0))
+    target = wide[:, :6] @ torch.ones(6)
+    penalty = (wide.T @ target).abs().max() / 3
+
+    def solved(steps):
+        return bo.solve(
+            lambda x, y: (wide @ y - x).square().sum() / 2,
+            target,
+            torch.zeros(100),
+            proximal=lambda x, z, s: soft(z, s * penalty),
+            steps=steps,
+        )
+
+    y, exact = solved(layer.FIRST_NEWTON), solved(2000)  # the former ends with Newton's method
+    torch.testing.assert_close(y, exact, rtol=1e-10, atol=0)
+    assert 80 < int((y == 0).sum()) < 100
+
+
+def test_newton_steps_find_the_support_of_a_badly_conditioned_problem():
+    generator = torch.Generator().manual_seed(0)
+    tall = torch.randn(100, 1, generator=generator) + torch.randn(100, 30, generator=generator) / 10
+    target = tall[:, :8].mean(1) + torch.randn(100, generator=generator) / 10
+    y = bo.solve(
+        lambda x, y: (tall @ y - x).square().sum() / 2,
+        target,
+        torch.zeros(30),
+        proximal=lambda x, z, _: simplex(z),
+        steps=2 * layer.FIRST_NEWTON,
+    )
+    slope = tall.T @ (tall @ y - target)
+    free = y > 0
+    assert 2 < int(free.sum()) < 20
+    torch.testing.assert_close(slope[free], slope.min().expand(int(free.sum())), rtol=0, atol=1e-10)
+
+
+def test_accelerated_steps_are_restarted(monkeypatch):
+    monkeypatch.setattr(layer, "FIRST_NEWTON", 10**9)
+    curvature, x = torch.logspace(0, 4, 20), torch.linspace(-1, 1, 20)
+    y = bo.solve(
+        lambda x, y: (curvature * (y - x).square()).sum(),
+        x,
+        torch.zeros(20),
+        proximal=lambda x, z, _: z.clamp(-0.5, 0.5),
+        steps=2000,
+    )
+    torch.testing.assert_close(y, x.clamp(-0.5, 0.5), rtol=1e-10, atol=0)
+
+
+def test_momentum_out_of_the_domain_of_the_loss(monkeypatch):
+    monkeypatch.setattr(layer, "FIRST_NEWTON", 10**9)
+    x, seen = torch.tensor([3.0, 1e-4]), []
+
+    def loss(x, y):
+        value = 50 * (y[0] - x[0]).square() + y[1] - x[1] * y[1].sqrt()
+        seen.append(bool(value.isnan()))
+        return value
+
+    y = bo.solve(loss, x, torch.tensor([0.0, 5.0]), proximal=lambda x, z, _: z.clamp(min=0.1))
+    assert any(seen)
+    torch.testing.assert_close(y, torch.tensor([3.0, 0.1]))
+
+
+def test_a_start_out_of_the_domain_of_the_loss_is_told():
+    with pytest.warns(bo.BilevelWarning, match="the lower problem of solve is not solved"):
+        bo.solve(
+            lambda x, y: (y - x * y.sqrt()).sum(),
+            torch.ones(1),
+            -torch.ones(1),
+            proximal=lambda x, z, _: z.clamp(min=0.1),
+        )
 
 
 def test_a_sparse_solution_of_a_solver_of_ones_own():

@@ -262,6 +262,8 @@ def _proximal_gradient(problem: _Problem, xs: Vector, start: Vector, steps: int,
             if float(after - value - slope.dot(move)) <= float(move.dot(move)) / (2 * problem.step) + rounding:
                 break
             problem.step /= 2
+        else:
+            return y  # the loss is not finite, or its gradient wrong
         size = float(move.norm())
         first = first or size
         if float(move.dot(new - y)) < 0:
@@ -292,8 +294,8 @@ def _polish(problem: _Problem, xs: Vector, system: _System) -> _System:
         system = _System(problem, xs, moved)
         if float(system.root.norm()) < float(best.root.norm()):
             best = system
-        elif not system.proximal:
-            break  # with a proximal function, the set of active bounds may need several steps
+        else:
+            break
     return best
 
 
