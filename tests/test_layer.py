@@ -67,6 +67,32 @@ def test_a_solution_goes_into_a_second_problem():
     torch.testing.assert_close(x.grad, 3 + 9 * x.detach())
 
 
+def test_masks_and_indices_may_be_in_x():
+    rows, mask = torch.tensor([1, 0, 2]), torch.tensor([True, False, True])
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+    def loss(x, y):
+        return (x[2] * (y - x[0][x[1]].square()).square()).sum() + (~x[2] * (y - 1).square()).sum()
+
+    y = bo.solve(loss, (x, rows, mask), torch.zeros(3))
+    torch.testing.assert_close(y.detach(), torch.tensor([4.0, 1.0, 9.0]))
+    (slope,) = torch.autograd.grad(y.square().sum() / 2, x, create_graph=True)
+    torch.testing.assert_close(slope.detach(), torch.tensor([0.0, 16.0, 54.0]))
+    torch.testing.assert_close(torch.autograd.grad(slope.sum(), x)[0], torch.tensor([0.0, 24.0, 54.0]))
+
+
+def test_a_third_level():
+    """z = argmin (z - x y)^2 and y = argmin (y - 1)^2 + z^2 = 1 / (1 + x^2); f = y."""
+    x, y = torch.tensor(0.7, requires_grad=True), torch.tensor(0.0, requires_grad=True)
+
+    def lower():
+        z = bo.solve(lambda x, z: (z - x[0] * x[1]).square(), (x, y), torch.tensor(0.0))
+        return (y - 1).square() + z.square()
+
+    bo.AID([x], [y], lr=1.0, lower_lr=0.3, lower_steps=200).backward(lambda: y + 0 * x, lower)
+    torch.testing.assert_close(x.grad, -2 * x.detach() / (1 + x.detach().square()).square())
+
+
 def test_a_saddle_is_a_stationary_point_too_and_a_solver_of_ones_own_is_used():
     x, asked = torch.tensor([1.5], requires_grad=True), []
 

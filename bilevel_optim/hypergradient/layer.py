@@ -302,16 +302,20 @@ def _polish(problem: _Problem, xs: Vector, system: _System) -> _System:
 def _pulled(slope: Vector, variables: Sequence[Tensor], v: Sequence[Tensor], graph: bool = False) -> Vector:
     """Return the derivative of <slope, v>."""
     own = [(t, w) for t, w in zip(slope, v, strict=True) if t.requires_grad]  # others are constants
-    if not own:
+    free = [t for t in variables if t.requires_grad]  # others are integers
+    if not own or not free:
         return Vector(torch.zeros_like(t) for t in variables)
     ends, weights = zip(*own, strict=True)
     options: dict[str, bool] = {"retain_graph": True, "create_graph": graph, "materialize_grads": True}
-    return Vector(torch.autograd.grad(ends, [*variables], weights, **options))
+    found = iter(torch.autograd.grad(ends, free, weights, **options))
+    return Vector(next(found) if t.requires_grad else torch.zeros_like(t) for t in variables)
 
 
 def _variables(tensors: Sequence[Tensor], graph: bool) -> list[Tensor]:
     """Return aliases by which to differentiate: partial derivatives do not go through what a tensor was made of."""
-    return [t.view_as(t) if graph and t.requires_grad else t.detach().requires_grad_() for t in tensors]
+    return [
+        t.view_as(t) if graph and t.requires_grad else t.detach().requires_grad_(t.is_floating_point()) for t in tensors
+    ]
 
 
 class _Implicit(torch.autograd.Function):
@@ -367,4 +371,4 @@ class _Inverse(torch.autograd.Function):
             left, right = (v, u) if ctx.transposed else (u, v)
             product = _pulled(problem.root(xs, ys), ys, left, True)
             found = _pulled(product, tensors, right, graph)
-        return None, None, None, *u, *(-t for t in found)
+        return None, None, None, *u, *(-t if t.is_floating_point() else None for t in found)

@@ -669,6 +669,8 @@ NOTES = (
     "  qpth and BOAT with `pip install --no-deps`: they ask for an old numpy, and run with 2.4.",
     "* torchsde and geomloss solve no lower problem; second derivatives of geomloss's losses are wrong (`findings`),",
     '  so a lower loss made of them needs `hvp="finite-difference"` or `F2SA`.',
+    "",
+    "[What other libraries have](peer_features.md) lists two features of each, and what takes their place here.",
 )
 
 

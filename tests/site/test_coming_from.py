@@ -6,6 +6,7 @@ import pkgutil
 import re
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,21 @@ def test_jaxopt_and_we_are_as_far_from_the_truth_as_the_page_says():
     found = [*results("jaxopt"), next(results("jaxopt", lambda code: code.replace(", tol=1e-6", "")))]
     for error, value in zip([*said, loose], found, strict=True):
         assert error / 3 < float((value.double() - right).norm() / right.norm()) < 3 * error
+
+
+def test_the_table_of_features_names_what_exists():
+    """Names of this library always; those of others, and their versions, where they are installed."""
+    rows = [line for line in (HOWTO.parent / "peer_features.md").read_text().splitlines() if line.startswith("| ")][1:]
+    names, packages = (
+        re.findall(r"`([a-z_0-9]+\.[\w.]+)`", "\n".join(rows)),
+        {"betty": "betty-ml", "boat": "boat-torch"},
+    )
+    assert len(names) > 60
+    for name in names:
+        top, _, rest = name.partition(".")
+        if top == "bo" or find_spec(top):
+            pkgutil.resolve_name(f"bilevel_optim.{rest}" if top == "bo" else name)
+    for row in rows:
+        library = row.split("|")[1].split()
+        if library and find_spec({"boat": "boat_torch"}.get(library[0].lower(), library[0].lower())):
+            assert version(packages.get(library[0].lower(), library[0].lower())) == library[1]
