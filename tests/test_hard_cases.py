@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from recipes.benchmarks import difference_steps, hard_cases, peers
+from recipes.benchmarks import difference_steps, hard_cases, layers, peers
 from recipes.problems.hard import CASES, solve
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -159,6 +159,8 @@ def test_pages_are_those_of_the_records():
     assert RECORD["results"].keys() == CASES.keys()
     numbers = json.loads((DOCS / "records/difference_steps.json").read_text())
     assert (DOCS / "difference_steps.md").read_text() == difference_steps.page(numbers)
+    page, numbers = (DOCS / "howto/layer.md").read_text(), json.loads((DOCS / "records/layers.json").read_text())
+    assert page == layers.page(page, numbers)
 
 
 @pytest.mark.parametrize(

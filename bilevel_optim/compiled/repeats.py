@@ -26,8 +26,8 @@ class _Part(NamedTuple):
 
     Attributes:
         nodes: the operations.
-        form: all of them but what they take from outside; parts of one form compute the same function.
-        given: what they take from outside.
+        form: all of them without their inputs; parts of one form compute the same function.
+        given: their inputs.
     """
 
     nodes: Sequence[Node]
@@ -145,7 +145,7 @@ class _Outer(int):
 
 
 def _base(node: Node) -> Node | None:
-    """Return the tensor of which an operation returns a view, if it does."""
+    """Return the base of an operation that returns a view; None for others."""
     if node.target is operator.getitem:
         source = node.args[0]
         return source if isinstance(source, Node) and _base(source) is not None else None
@@ -163,7 +163,7 @@ def _folded(module: GraphModule, kinds: Sequence[tuple[Sequence[_Part], Sequence
     graph, made = Graph(), dict[Node, Node]()
 
     def at(node: Node) -> Node:
-        if node not in made:  # a view of a part's result, or of what it was given
+        if node not in made:  # a view of a result or of an input of a part
             made[node] = graph.node_copy(node, at)
         return made[node]
 
