@@ -64,6 +64,7 @@ def implicit(
     lower_sample: Sample | None = None,
     dense: bool = False,
     check: bool = True,
+    keep_direction: bool = False,
 ) -> Estimate:
     r"""Estimate :math:`\nabla_x f - \nabla^2_{xy} g\, v` with :math:`\nabla^2_{yy} g\, v \approx \nabla_y f` at (x, y).
 
@@ -82,9 +83,10 @@ def implicit(
             `bo.linear.direct`. Default: False.
         check: evaluate the residual of v with one more product, in the same pass as the cross product. Otherwise it is
             what the solver says. With ``dense`` it needs no product. Default: True.
+        keep_direction: remember the last direction of `bo.linear.cg` too. Default: False.
 
     Returns:
-        Estimate whose memory holds v as ``"linear_solution"``.
+        Estimate whose memory holds v as ``"linear_solution"``, and with ``keep_direction`` ``"linear_direction"``.
     """
     loss, grad_x, grad_y = oracle.upper(upper_sample or oracle.f.draw(once=True))
     with oracle.lower_system(lower_sample or system_sample(oracle)) as system:
@@ -111,7 +113,10 @@ def implicit(
         **watched(oracle, result, said, dense=dense),
         **_measured(result.solution, product if check or dense else None, system.gradient, lanes=bool(lanes)),
     }
-    return Estimate(loss, grad_x - cross, diagnostics, {"linear_solution": result.solution})
+    memory = {"linear_solution": result.solution}
+    if keep_direction and result.direction is not None:
+        memory["linear_direction"] = result.direction
+    return Estimate(loss, grad_x - cross, diagnostics, memory)
 
 
 def _measured(v: Vector, product: Vector | None, slope: Vector, *, lanes: bool) -> dict[str, Tensor]:
