@@ -172,7 +172,7 @@ def _choose_start(
     r = b - apply(v)
     norm, dot = (Vector.lane_norm, Vector.lane_dot) if lanes else (Vector.norm, Vector.dot)
     ours, theirs = (float(norm(t)) if read else norm(t) for t in (r, b))
-    useless = (ours > theirs) & (ours < inf)
+    useless: Any = (ours > theirs) & (ours < inf)
     if energy and (not read or useless):
         # q(v) < 0 = q(0) and v'Hv > 0 are v'b > -v'r and v'b > v'r. Residuals of CG rise on their way to the solution,
         # so a start of larger residual than zero may be far better. Starts of indefinite systems grow without a bound.
@@ -247,7 +247,7 @@ def _cg(
     most, solved = where(rr > square, rr, square) / eps, rr <= eps * square
     best, best_rr = v, rr
     length, pivot, before = 0.0 * rr if r is b else _norm_and_inverse(v, algebra)[0] ** 2, 0.0 * rr, rr
-    top, least = pivot, pivot + inf
+    top, least, energy = pivot, pivot + inf, rr
     for k in range(stop.steps):
         if _seen_done(active, k, stop.looked_at):
             break
@@ -279,7 +279,8 @@ def _cg(
             pp = rr + ratio**2 * pp
         else:
             # Without a change of H and b all directions are conjugate to the first one anyway.
-            energy = curvature if k == 0 else energy
+            if k == 0:
+                energy = curvature
             share = where(energy > 0, dot(r, image) / where(energy > 0, energy, 1.0), 0.0)
             p = add(p, first, -(share + ratio if k == 0 else share))
             pp = dot(p, p)
@@ -310,10 +311,14 @@ def _cg(
     residual = rr.sqrt()
     relative = _relative(residual, square.sqrt())
     unfinished = active & ~diverged & (relative * condition > ENDED)
-    return LinearSolution(v, residual, iterations, indefinite, relative, diverged, condition, unfinished, 0.0, following)
+    return LinearSolution(
+        v, residual, iterations, indefinite, relative, diverged, condition, unfinished, direction=following
+    )
 
 
-def _fused(apply: Product, b: Vector, v: Vector, r: Vector, turn: Vector | None, stop: _Stop, lanes: bool) -> LinearSolution:
+def _fused(
+    apply: Product, b: Vector, v: Vector, r: Vector, turn: Vector | None, stop: _Stop, lanes: bool
+) -> LinearSolution:
     """Run the iterations on one tensor with a row for each lane, with steps by the fused operator."""
     n = len(b[0]) if lanes else 1
     sizes = [t.numel() // n for t in b]
@@ -333,7 +338,8 @@ def _fused(apply: Product, b: Vector, v: Vector, r: Vector, turn: Vector | None,
     found = _cg(lambda p: flat(apply(whole(p))), rows, flat(v), rows if r is b else flat(r), first, stop, _LANES, step)
     figures: Any = found[1:-2] if lanes else [figure.squeeze(0) for figure in found[1:-2] if figure is not None]
     assert found.direction is not None
-    return LinearSolution(whole(found.solution), *figures, 0.0, whole(found.direction))
+    rest: Any = (*figures, 0.0, whole(found.direction))
+    return LinearSolution(whole(found.solution), *rest)
 
 
 def _norm_and_inverse(vector: Vector, algebra: Algebra) -> tuple[Any, Any]:
