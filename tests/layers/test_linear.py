@@ -315,6 +315,23 @@ def test_a_kept_direction_of_negative_curvature_ends_the_solve_and_is_dropped(ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_condition_is_a_lower_bound_also_with_a_long_kept_direction(kind, monkeypatch):
+    H, b = torch.diag(torch.tensor([1.0, 2.0, 1.5])), torch.tensor([1.0, 0.0, 0.0])
+    v = torch.tensor([0.99, 0.0, 0.0])
+    for steps in (1, 2, 3):
+        found = go_on(H, b, (v, torch.tensor([0.0, 1.0, 0.3])), steps, kind, monkeypatch)
+        assert 1 <= found.condition <= 2 + 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_solve_that_diverges_keeps_no_direction(kind, monkeypatch):
+    H, b = torch.tensor(SYSTEMS["not symmetric"]).double(), torch.tensor([1.0, 2.0, -1.0]).double()
+    found = go_on(H.mT if kind == "lanes" else H, b, (None, None), 9, kind, monkeypatch)
+    assert found.diverged
+    assert not found.direction[0].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_cg_keeps_a_start_of_larger_residual_that_is_nearer_in_the_norm_of_the_hessian(kind, monkeypatch):
     H, b = torch.diag(torch.tensor([1e-2, 1.0])), torch.tensor([0.1, 0.0])  # the solution is (10, 0)
     for start, kept in (([9.0, 0.2], True), ([9.0, 0.9], True), ([9.0, 1.1], False), ([-1.0, 0.11], False)):
