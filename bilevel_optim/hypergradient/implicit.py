@@ -47,8 +47,8 @@ HELP = {
     "with L the largest eigenvalue of the lower Hessian, which must have no negative one. Conjugate gradients need "
     "more linear_steps if H is ill-conditioned, and linear_solver='minres' if it is not positive definite",
     ROUNDED: "Use float64, a larger penalty in the lower loss, or damping=",
-    UNFINISHED: "Use more linear_steps. Where warm starts are used, later steps go on from this solution: "
-    "metrics()['linear_relative_residual'] shows whether they solve it",
+    UNFINISHED: "Use more linear_steps, or keep_direction=True of AID with conjugate gradients. Where warm starts are "
+    "used, later steps go on from this solution: metrics()['linear_relative_residual'] shows whether they solve it",
     NEARLY_SINGULAR: "Use linear_solver='minres', float64, a penalty in the lower loss, or damping=",
 }
 SINGULAR = "The lower Hessian is singular, or not finite itself. Add damping (damping=), or regularise the lower loss"
