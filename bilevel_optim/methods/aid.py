@@ -71,8 +71,8 @@ class AID(BilevelOptimizer):
         warm_start: start y and v at their last values (MINRES at zero where that has the smaller residual, CG where it
             is the better start, see `bo.linear.cg`). Default: True.
         keep_direction: go on with the last direction of CG too, so that steps at the same point make the iterates of
-            one long solve. At no more products, it is far better where H is ill-conditioned and x moves slowly, as
-            good where H is well-conditioned or changes at random, and of no use where H is indefinite or with
+            one long solve. It costs no product. Far better where H is ill-conditioned and x moves slowly; no better
+            where H is well-conditioned or changes at random; worse where H is indefinite, or ill-conditioned and
             ``linear_steps=1``. Needs ``warm_start`` and ``"cg"`` or ``"auto"``. Default: False, as in the source.
         upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
             tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see

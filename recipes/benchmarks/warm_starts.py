@@ -250,7 +250,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.option("conditions", [1e2, 1e4], "condition numbers of H")
     parser.option("products", [5, 10], "products of a call")
     parser.option("drifts", [1e-3, 1e-2, 1e-1], "change of b in a call, and a fortieth of the angle by which H turns")
-    args = parser.parse(arguments)
     parser.option("systems", [*RUNS], "systems of runs", choices=[*RUNS], metavar="SYSTEM")
     parser.option("in-runs", [1, 5, 20], "products of a call in runs")
     parser.option("dtype", "float64", "type of the systems in runs", choices=["float32", "float64"])
