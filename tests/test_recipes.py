@@ -383,7 +383,7 @@ def run(tmp_path, monkeypatch, capsys):
         if not pictures and hasattr(module, "plot"):  # a second each
             monkeypatch.setattr(module, "plot", lambda *_, **__: None)
         given = [
-            a.replace("_", " ") if a.startswith(("gda", "ranking")) else a.replace(",_", ", ")
+            a.replace("_", " ") if a.startswith(("gda", "ranking", "40")) else a.replace(",_", ", ")
             for a in arguments.split()
         ]
 
