@@ -10,7 +10,7 @@ from ..hypergradient import Estimate, implicit
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
-from ..optimizer.options import InitVar, choice, count, function, number
+from ..optimizer.options import InitVar, choice, count, flag, function, number
 from ..optimizer.step import StepInputs, replace
 from ..oracle.oracle import Oracle
 from ..solvers import linear
@@ -68,13 +68,18 @@ class AID(BilevelOptimizer):
             live y, by any means (Newton's method, a simulator). It is called before each step, and ``lower_steps``
             (possibly 0) continue from there. Warns if y is not a solution. Not for tasks; such steps are not compiled.
             Default: None.
-        warm_start: start y and v at their last values (CG and MINRES at zero where that has the smaller residual).
-            Default: True.
+        warm_start: start y and v at their last values (MINRES at zero where that has the smaller residual, CG where it
+            is the better start, see `bo.linear.cg`). Default: True.
+        keep_direction: go on with the last direction of CG too, so that steps at the same point make the iterates of
+            one long solve. It costs no product. Far better where H is ill-conditioned and x moves slowly; no better
+            where H is well-conditioned or changes at random; worse where H is indefinite, or ill-conditioned and
+            ``linear_steps=1``. Needs ``warm_start`` and ``"cg"`` or ``"auto"``. Default: False, as in the source.
         upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
             tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.
 
-    State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
+    State: ``linear_solution`` (v), ``linear_direction`` with ``keep_direction``, the lower optimizer's state, and
+    ``initial`` y without warm starts.
 
     Raises:
         ValueError: for an argument out of its range.
@@ -104,10 +109,17 @@ class AID(BilevelOptimizer):
     linear_tol: float = number(default=0.0, least=0, finite=False)
     linear_lr: float | None = number(default=None, above=0, optional=True)
     damping: float = number(default=0.0, least=0)
+    keep_direction: bool = flag(default=False)
     lower_solver: InitVar[Callable[[], Any] | None] = function(default=None)
 
     def _arrange(self, options: dict[str, Any]) -> None:
         super()._arrange(options)
+        if options["keep_direction"] and not (options["warm_start"] and options["linear_solver"] in ("cg", "auto")):
+            raise ValueError(
+                "keep_direction=True continues conjugate gradients from step to step, so it needs warm_start=True and "
+                f"linear_solver='cg' or 'auto', not warm_start={options['warm_start']} and linear_solver="
+                f"{options['linear_solver']!r}"
+            )
         self._lower_solver = options["lower_solver"]
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
@@ -126,7 +138,8 @@ class AID(BilevelOptimizer):
         dense = self.linear_solver == "direct"
         warm = self.warm_start and self.linear_solver != "neumann" and not dense
         start = inputs.memory.get("linear_solution") if warm else None
-        estimate = implicit(oracle, self._linear_solve(inputs), start, dense=dense, check=self.check_finite)
+        solve, keep = self._linear_solve(inputs), self.keep_direction
+        estimate = implicit(oracle, solve, start, dense=dense, check=self.check_finite, keep_direction=keep)
         return estimate if warm else replace(estimate, memory={})
 
     def _linear_solve(self, inputs: StepInputs) -> Callable[..., LinearSolution]:
@@ -137,6 +150,8 @@ class AID(BilevelOptimizer):
         stop = partial(_SOLVE[name], steps=self.linear_steps, tol=self.linear_tol, damping=self.damping)
         if name in ("neumann", "fixed_point"):
             return partial(stop, lr=inputs.linear_rates(self.linear_lr))
+        if self.keep_direction and name != "minres":
+            return partial(stop, direction=inputs.memory.get("linear_direction"))
         return stop
 
     def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:

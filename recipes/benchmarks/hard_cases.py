@@ -39,6 +39,7 @@ VERDICTS = {
 }
 METHODS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "AID": ("AID", {}),
+    "AID, keep_direction": ("AID", {"keep_direction": True}),
     "AID, 100 products": ("AID", {"linear_steps": 100}),
     "AID, minres": ("AID", {"linear_solver": "minres"}),
     "AID, minres, 100": ("AID", {"linear_solver": "minres", "linear_steps": 100}),

@@ -282,6 +282,7 @@ def five_products() -> Case:
     methods: dict[str, tuple[str, Mapping[str, Any]]] = {
         "AID, 100 products": ("AID", {"linear_steps": 100}),
         "AID, 5 products": ("AID", few),
+        "AID, keep_direction, 5": ("AID", {**few, "keep_direction": True}),
         "AID, minres, 5": ("AID", minres),
         **{f"{name}, 5 products": (name, few) for name in ("BA", "PAID", "AmIGO")},
         "RAHGD, 5 products": ("RAHGD", {**few, "lower_lr": 1.0}),
@@ -502,7 +503,7 @@ CASES: dict[str, Entry] = {
     "condition 1e4, twenty calls": Entry(
         lambda: at_solution(*quadratic(1e4, 100), calls=20),
         "A quadratic in 100 unknowns. A warm start of v at each call restarts conjugate gradients: twenty times ten "
-        "products are far from two hundred.",
+        "products are far from two hundred, unless `keep_direction=True` goes on with the last direction.",
     ),
     "condition 1e4, twenty calls of five products": Entry(
         five_products,

@@ -295,6 +295,44 @@ def test_warm_start_of_the_linear_solver_pays():
     assert optimizer.oracle_counts == {"upper_grad": 6, "lower_grad": 6, "hvp": 6 + 7 * 5, "jvp": 6, "loss": 0}
 
 
+@pytest.mark.filterwarnings("ignore:the linear system of the implicit hypergradient is not solved yet")
+@pytest.mark.parametrize("solver", ["cg", "auto"])
+def test_steps_with_a_kept_direction_are_one_long_solve(solver):
+    """At a fixed point. A state of an optimizer without it has v alone, and begins with the residual."""
+    errors, solutions = {}, {}
+    for name, calls, options in (
+        ("restarted", 3, {"linear_steps": 4}),
+        ("kept", 3, {"linear_steps": 4, "keep_direction": True}),
+        ("one", 1, {"linear_steps": 12}),
+    ):
+        problem = Quadratic(kappa=1e3)
+        problem.solve()
+        options = {"linear_solver": solver, **options}
+        optimizer = bo.AID(problem.x, problem.y, lr=0.0, lower_lr=0.0, lower_steps=0, **options)
+        for _ in range(calls):
+            optimizer.backward(problem.upper, problem.lower)
+        errors[name], solutions[name] = problem.error(), optimizer.state[problem.y[0]]["linear_solution"]
+        assert ("linear_direction" in optimizer.state[problem.y[0]]) == (name == "kept")
+        if name == "restarted":
+            saved = optimizer.state_dict()
+        if name == "kept":
+            assert optimizer.oracle_counts["hvp"] == 3 * (4 + 1) + 2  # as without
+            optimizer.load_state_dict(saved)
+            assert "linear_direction" not in optimizer.state[problem.y[0]]
+            optimizer.backward(problem.upper, problem.lower)
+            assert "linear_direction" in optimizer.state[problem.y[0]]
+    close(solutions["kept"], solutions["one"], 1e-9, 1e-9)
+    assert errors["kept"] == pytest.approx(errors["one"], rel=1e-8)
+    assert errors["kept"] < 0.8 * errors["restarted"]
+
+
+def test_a_kept_direction_needs_warm_starts_of_cg():
+    problem = Quadratic()
+    for options in ({"linear_solver": "minres"}, {"linear_solver": "direct"}, {"warm_start": False}):
+        with pytest.raises(ValueError, match="keep_direction=True continues conjugate gradients from step to step"):
+            bo.AID(problem.x, problem.y, lr=0.1, lower_steps=1, keep_direction=True, **options)
+
+
 @pytest.mark.parametrize(
     ("cls", "options", "counts"),  # upper_grad, lower_grad, hvp, jvp, loss
     [
