@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..distributed.ranks import Ranks
 from ..oracle.copies import Copies
+from ..oracle.differentiable import working_unit
 from ..oracle.doors import require_free_batch
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
@@ -105,7 +106,7 @@ def full_zeroth_order(
     gradient, base, diagnostics = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
     loss = found[0]
     differences = diagnostics["coefficients"] * (directions.smoothing * (2 if central else 1))
-    diagnostics["difference_error"] = _rounding(Vector([loss]), differences.square())
+    diagnostics["difference_error"] = _rounding(oracle, Vector([loss]), differences.square())
     if not oracle.session.found.reaches_upper:
         oracle.session.note_reached([loss if bool(gradient.norm() != 0) else None])
     _warn_of_noise(oracle, directions, torch.zeros_like(loss), diagnostics)
@@ -163,7 +164,7 @@ def _indirect(
             oracle, ranks, directions.count, [coefficients, squares.view(-1, len(signs)), sound], common
         )
     # More than rounding: y responds to x, whatever autograd sees of that.
-    oracle.session.note_response(_rounding(base, squares) <= ERROR_LIMIT)
+    oracle.session.note_response(_rounding(oracle, base, squares) <= ERROR_LIMIT)
     dropped = (~sound).sum()
     oracle.checks.alert_if(
         "dropped directions",
@@ -179,7 +180,7 @@ def _indirect(
         "indirect_norm": estimate.norm(),
         "coefficients": coefficients,
         "noise_to_signal": values.new_full((), directions.variance**0.5),
-        "difference_error": _rounding(base, squares) if paths.samples else squares.new_zeros(()),
+        "difference_error": _rounding(oracle, base, squares) if paths.samples else squares.new_zeros(()),
         "dropped_directions": dropped,
     }
     if ahead:
@@ -206,11 +207,15 @@ def _together(
     return numbers[:, 0], numbers[:, 1:-1].flatten(), numbers[:, -1] > 0.5
 
 
-def _rounding(base: Vector, squares: Tensor) -> Tensor:
-    """Return the predicted relative rounding error of the differences: about 2.5 ulp of y over their size."""
+def _rounding(oracle: Oracle, base: Vector, squares: Tensor) -> Tensor:
+    """Return the predicted relative rounding error of the differences: about 2.5 ulp of y over their size.
+
+    It is infinite without any difference, also for a y of zero.
+    """
     finite = squares.isfinite()
     size = (torch.where(finite, squares, 0.0).sum() / finite.sum()).sqrt()
-    return 2.5 * torch.finfo(base[0].dtype).eps * base.norm() / size
+    unit = working_unit((*oracle.x, *base), oracle.session.found.products)
+    return torch.where(size > 0, 2.5 * unit * base.norm() / size, torch.inf)
 
 
 def _warn_of_noise(oracle: Oracle, directions: Directions, direct: Tensor, diagnostics: dict[str, Tensor]) -> None:

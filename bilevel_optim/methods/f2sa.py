@@ -25,7 +25,7 @@ from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.parameters import Params, is_number, require
 from ..problem.placement import constant
-from ..problem.vector import Vector, stack
+from ..problem.vector import Vector, coarsest, stack
 from ..solvers.lower import Solved
 from ..tracing import is_tracing
 
@@ -251,8 +251,8 @@ class F2SA(BilevelOptimizer):
             return self.given_nu
         if self.samples == "independent":
             return NOISY_NU
-        y = next(group["params"][0] for group in self.param_groups if group["level"] == "lower")
-        nu = SHARE / self.order * math.pow(working_unit(y), 1 / (self.order + 1))
+        unit = working_unit([p for group in self.param_groups for p in group["params"]])
+        nu = SHARE / self.order * math.pow(unit, 1 / (self.order + 1))
         return nu if self.order == 1 else min(nu, LONGEST)
 
     @nu.setter
@@ -296,7 +296,7 @@ class F2SA(BilevelOptimizer):
         if formula.nodes == (0, 1) and solved.gradient is not None:
             apart, (g, f) = Vector(t[1] - t[0] for t in copies).norm(), estimate.diagnostics.values()
             figures = *g.unbind(), *f.unbind(), apart, found["lower_residual"].max()
-            falls = partial(_falls, self.nu, 1e3 * torch.finfo(y[0].dtype).eps)
+            falls = partial(_falls, self.nu, 1e3 * coarsest(y))
             oracle.checks.alert_if("another basin", BASIN, falls, *figures)
         if solved.gradient is not None:
             found["linear_relative_residual"] = self._unsolved_part(formula, copies, solved.gradient, estimate)
@@ -349,7 +349,7 @@ class F2SA(BilevelOptimizer):
         i, j = formula.nodes.index(0 if 0 in formula.nodes else -1), formula.nodes.index(1)
         apart, rest = (Vector(t[j] - t[i] for t in both).norm() for both in (copies, slopes))
         f = estimate.diagnostics["upper"]
-        change = torch.maximum((f[j] - f[i]).abs(), torch.finfo(copies[0].dtype).eps * f[j].abs())
+        change = torch.maximum((f[j] - f[i]).abs(), coarsest(copies) * f[j].abs())
         step = (formula.nodes[j] - formula.nodes[i]) * self.nu
         return apart * rest / (step * change).clamp_min(torch.finfo(change.dtype).tiny)
 
@@ -366,7 +366,7 @@ class F2SA(BilevelOptimizer):
         spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
         if formula.nodes != (-1, 1) and sum(j != 0 for j in formula.nodes) > 1:
             known = torch.stack([spread[i] for i, j in enumerate(formula.nodes) if j])
-            rounding = 1e4 * torch.finfo(y[0].dtype).eps * y.norm()
+            rounding = 1e4 * coarsest(y) * y.norm()
             limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
             apart = (known.max() > limit * known.min()) & (distances.max() > rounding)
             if any(j < 0 for j in formula.nodes):
@@ -400,7 +400,7 @@ class F2SA(BilevelOptimizer):
     def _watch_rounding(self, oracle: Oracle) -> None:
         if is_tracing():
             return
-        unit = working_unit(oracle.y[0], oracle.session.found.products)
+        unit = working_unit((*oracle.x, *oracle.y), oracle.session.found.products)
         if unit > ROUNDING_LIMIT * self.nu:
             oracle.checks.alert(
                 "rounded differences",
