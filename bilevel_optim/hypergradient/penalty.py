@@ -68,7 +68,7 @@ def _summing_to_zero(weights: Sequence[float], precision: float) -> list[float]:
     The largest takes up the rounding errors. (No tensors, which a trace would record.)
     """
     eps, top = min(precision, torch.finfo(torch.float32).eps), max(map(abs, weights))
-    unit = math.ldexp(eps, math.frexp(top)[1] + 2)  # partial sums are exact too
+    unit = math.ldexp(eps, math.frexp(top)[1] - 1)  # the last digit of the largest
     counts = [round(weight / unit) for weight in weights]
     if abs(sum(counts)) <= len(weights):
         counts[max(range(len(counts)), key=lambda i: abs(counts[i]))] -= sum(counts)

@@ -60,8 +60,10 @@ def partial_zeroth_order(
             found.append(oracle.at(lower=base).upper(sample))
         return (ends - Vector(t.unsqueeze(0) for t in base)).lane_dot(found[0][2]), found[0][0]
 
-    indirect, base, diagnostics = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
-    loss, direct, _ = found[0]
+    indirect, base, diagnostics, left = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
+    loss, direct, slope = found[0]
+    if left is not None:
+        diagnostics["predicted_change"] = slope.dot(left)
     diagnostics["direct_norm"] = direct.norm()
     _warn_of_noise(oracle, directions, diagnostics["direct_norm"], diagnostics)
     return Estimate(loss, direct + indirect, diagnostics, lower=base)
@@ -103,7 +105,7 @@ def full_zeroth_order(
         wide = values if values.device.type == "mps" else values.double()
         return wide - found[0], found[0]
 
-    gradient, base, diagnostics = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
+    gradient, base, diagnostics, _ = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
     loss = found[0]
     differences = diagnostics["coefficients"] * (directions.smoothing * (2 if central else 1))
     diagnostics["difference_error"] = _rounding(oracle, Vector([loss]), differences.square())
@@ -120,7 +122,7 @@ def _indirect(
     central: bool,
     measure: Callable[[Vector, Vector, Vector], tuple[Tensor, Tensor]],
     ranks: Ranks,
-) -> tuple[Vector, Vector, dict[str, Tensor]]:
+) -> tuple[Vector, Vector, dict[str, Tensor], Vector | None]:
     r"""Return :math:`\frac1Q \sum_j c_j u_j`, with :math:`c_j` the difference quotients of ``measure``, and the base.
 
     A direction whose coefficient is not finite is left out, and the mean is over the others. ``measure`` also returns
@@ -130,7 +132,7 @@ def _indirect(
     lanes = [(0, 0.0), *((j, s) for j in range(directions.count)[own] for s in signs)]
     measured, moved, on_the_way = [], [], []
     base: Vector | None = None
-    ahead: list[Vector] = []  # gradients of the base path, at its first and its last step
+    ahead: list[Vector] = []  # of the base path: gradients at its first and its last step, and its start
     rests: list[list[Tensor]] = []
     done = 0
     while done < len(lanes):
@@ -143,12 +145,12 @@ def _indirect(
             base = ends.lane(0).clone()
             oracle.checks.finite("lower_grad", base)
             oracle.checks.scalar("loss", found.total[0])
-            ahead = [own.lane(0).clone() for own in slopes]
+            ahead = [own.lane(0).clone() for own in (*slopes, found.start)] if slopes else []
         values, loss = measure(upper, ends, base)
         measured.append(values)
         difference = ends - Vector(t.unsqueeze(0) for t in base)
         moved.append(difference.lane_norm() ** 2)
-        pairs = zip(slopes, ahead, strict=True)
+        pairs = zip(slopes, ahead[:2], strict=True)
         rests.append([(own - Vector(t.unsqueeze(0) for t in of_base)).lane_norm() for own, of_base in pairs])
         done += len(part)
         del upper, found, ends, slopes, difference
@@ -183,11 +185,21 @@ def _indirect(
         "difference_error": _rounding(oracle, base, squares) if paths.samples else squares.new_zeros(()),
         "dropped_directions": dropped,
     }
+    left = None
     if ahead:
         first, last = squares_left
         diagnostics["lower_residual"] = ahead[1].norm()
+        if len(paths.samples) > 2:  # otherwise the first and the last gradient say little of a trend
+            diagnostics["lower_growth"] = ahead[1].norm() / ahead[0].norm().clamp_min(torch.finfo(first.dtype).tiny)
+            left = _left(base - ahead[2], *ahead[:2])
         diagnostics["response_residual"] = (last / first.clamp_min(torch.finfo(first.dtype).tiny)).sqrt()
-    return estimate, base, diagnostics
+    return estimate, base, diagnostics, left
+
+
+def _left(moved: Vector, first: Vector, last: Vector) -> Vector:
+    """Return the rest of the way to a zero gradient, if the gradient along it goes on to fall as it has (a secant)."""
+    along, fall = moved.dot(last), moved.dot(first - last)
+    return moved.times(along / torch.where(fall != 0, fall, torch.finfo(fall.dtype).tiny))
 
 
 def _together(

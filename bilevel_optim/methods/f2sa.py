@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import DATA_FIRST, warn
 from ..hypergradient import Estimate, penalty
-from ..hypergradient.finite_difference import KINDS, Stencil
+from ..hypergradient.finite_difference import KINDS, Stencil, inner_weights
 from ..hypergradient.finite_difference import stencil as stencil_of
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
@@ -26,7 +26,7 @@ from ..problem.objective import Sample
 from ..problem.parameters import Params, is_number, require
 from ..problem.placement import constant
 from ..problem.vector import Vector, coarsest, stack
-from ..solvers.lower import Solved
+from ..solvers.lower import Rate, Solved
 from ..tracing import is_tracing
 
 __all__ = ["F2SA"]
@@ -41,6 +41,7 @@ CONVEXITY = "Invalid {name} value: {value} (it must be at most ell, because no c
 ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are unreliable
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
 LEAVING = 10.0  # how much further a negative node's copy may go than a positive node's while its gradient grows
+PARTING = 10.0  # how much further both copies may go, and apart, than steps along gradients that do not grow
 MOVED = 5e-3  # smallest movement that matters, as a fraction of the distance between the two copies
 UNEVEN = (
     "the copies of y are not similarly far from y* for their perturbations (see diagnostics['spread']), so their "
@@ -50,6 +51,11 @@ BASIN = (
     "the lower loss is smaller at the perturbed copy of y than at y, by more than such a perturbation explains: y is "
     "not at a minimum (a saddle, such as weights of zero), or the two are in different minima, so their difference is "
     "not a derivative. Start y elsewhere, or add a penalty that makes the lower solution unique"
+)
+PARTED = (
+    "the copies of y went apart from their common start, and further than steps along gradients that do not grow: y is "
+    "at a saddle or a maximum of the lower loss (such as weights of zero), and the copies may be in different minima, "
+    "so their difference is not a derivative. Start y elsewhere, or add a penalty that makes the lower solution unique"
 )
 
 
@@ -298,6 +304,11 @@ class F2SA(BilevelOptimizer):
             figures = *g.unbind(), *f.unbind(), apart, found["lower_residual"].max()
             falls = partial(_falls, self.nu, 1e3 * coarsest(y))
             oracle.checks.alert_if("another basin", BASIN, falls, *figures)
+        if {-1, 1} <= {*formula.nodes} and solved.early is not None and rule.plain:
+            self._watch_parting(oracle, formula, solved, start, rule.rates)
+        gap = self._difference_gap(formula, copies, estimate, working_unit((*oracle.x, *y)))
+        if gap is not None:
+            found["difference_gap"] = gap
         if solved.gradient is not None:
             found["linear_relative_residual"] = self._unsolved_part(formula, copies, solved.gradient, estimate)
         estimate = replace(estimate, diagnostics={})
@@ -388,6 +399,43 @@ class F2SA(BilevelOptimizer):
         text = self._diverging(self._formula(inputs), inputs)
         oracle.checks.alert_if("diverging copies", text, _leaves, own, other, apart, first[0], middle[0], last[0])
 
+    def _watch_parting(
+        self, oracle: Oracle, formula: Stencil, solved: Solved, start: Vector, rates: Sequence[Rate]
+    ) -> None:
+        """Warn if the copies at -1 and 1 went apart as from a saddle or a maximum of g.
+
+        In a convex problem gradients do not grow over gradient steps, so none goes further than steps along the first.
+        """
+        assert solved.early is not None
+        pair = [formula.nodes.index(j) for j in (-1, 1)]
+        one, other = pair
+        apart = Vector(t[one] - t[other] for t in solved.y).norm()
+        rate = torch.stack([torch.as_tensor(own).to(apart) for own in rates]).max()
+        moved, reach = (solved.y - start).lane_norm()[pair], self.lower_steps * rate * solved.early[0][pair]
+        oracle.checks.alert_if("another basin", PARTED, _part, apart, moved.sum(), (moved - PARTING * reach).min())
+
+    def _difference_gap(self, formula: Stencil, copies: Vector, estimate: Estimate, unit: float) -> Tensor | None:
+        """Return the relative difference of two finite differences at the copies, above rounding.
+
+        They are those of y by this formula and by the one of lower order without the outermost nodes. Order 1 compares
+        f and g: the derivative of g + s f at its minimum is f, so a trapezoid has both. None for order 2, whose nodes
+        have no other formula.
+        """
+        nodes, (g, f) = formula.nodes, estimate.diagnostics.values()
+        if nodes == (0, 1):
+            size = (f[1] - f[0]).abs()
+            gap = (f[1] - f[0] + (g[1] - g[0]) * (2 / self.nu)).abs()
+            rounding = f.abs().max() + g.abs().max() * (2 / self.nu)
+        elif len(nodes) > 2:
+            weights, inner = [float(c) for c in formula.weights], inner_weights(nodes)
+            change = [a - b for a, b in zip(weights, inner, strict=True)]
+            size, gap = copies.combine(weights).norm(), copies.combine(change).norm()
+            rounding = copies.lane(0).norm() * sum(map(abs, change))
+        else:
+            return None
+        found: Tensor = (gap - 4 * unit * rounding).clamp_min(0) / size.clamp_min(torch.finfo(size.dtype).tiny)
+        return found
+
     def _diverging(self, formula: Stencil, inputs: StepInputs) -> str:
         return (
             "the copies of y are not similarly far from y*, or go away from it (see diagnostics['spread'], of order 2 "
@@ -434,6 +482,10 @@ class F2SA(BilevelOptimizer):
 def _falls(nu: float, rounding: float, g: Any, g_nu: Any, f: Any, f_nu: Any, apart: Any, residual: Any) -> Any:
     """Return True if g falls from y to its perturbed copy by ten times what f gains, or a slope at y allows."""
     return (g - g_nu > 10 * (nu * abs(f - f_nu) + residual * apart)) & (g - g_nu > rounding * abs(g))
+
+
+def _part(apart: Any, moved: Any, beyond: Any) -> Any:
+    return (apart > 0.5 * moved) & (beyond > 0)
 
 
 def _leaves(own: Any, other: Any, apart: Any, first: Any, middle: Any, last: Any) -> Any:

@@ -35,12 +35,14 @@ class PathEnds(NamedTuple):
         first: gradients of g at the first steps; None without steps.
         last: those at the last steps, or the residual of a projected step.
         total: sums of g over the steps.
+        start: where they begin.
     """
 
     y: Vector
     first: Vector | None
     last: Vector | None
     total: Tensor
+    start: Vector
 
 
 class Paths:
@@ -131,4 +133,4 @@ class Paths:
         solved = rule.run(start, rule.fresh(), len(self.samples), draw)
         solved.watched(oracle.session)
         total = torch.stack(values).sum(0) if values else start[0].new_zeros(n)
-        return PathEnds(solved.y, first[0] if first else None, solved.residual, total)
+        return PathEnds(solved.y, first[0] if first else None, solved.residual, total, start)
