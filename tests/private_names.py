@@ -242,6 +242,18 @@ NAMES = [
         "torch.compiler.compile of a graph, should it come",
     ),
     Name(
+        '"_schema"',
+        "compiled/repeats.py",
+        "whether an operation writes into a tensor or returns a view, which the body of a call must not",
+        "torch.library, should it tell",
+    ),
+    Name(
+        "torch._higher_order_ops.invoke_subgraph.invoke_subgraph",
+        "compiled/repeats.py",
+        "Inductor compiles the body of a call once, however often a graph has it: 50 lower steps in the time of a few",
+        "torch.compiler.nested_compile_region, which is for code that Dynamo traces, once graphs may have it",
+    ),
+    Name(
         "torch._dynamo.backends.registry.lookup_backend",
         "compiled/backend.py",
         "a backend by its name, as torch.compile takes it",
