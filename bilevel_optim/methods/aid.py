@@ -60,10 +60,9 @@ class AID(BilevelOptimizer):
         lower_steps: lower steps per outer step.
         linear_solver: ``"cg"``, conjugate gradients (fastest; H must be positive definite); ``"minres"``, minimal
             residuals (H may have negative eigenvalues, as in deep networks away from their minima); ``"auto"``, CG
-            until it meets non-positive curvature or fails otherwise, then MINRES, which
-            ``diagnostics["linear_solver"]`` tells from the next step on, with a warning if that fails too or its
-            solution has negative curvature (CG stays with ``check_finite=False``); ``"direct"``, an LU factorisation of
-            the explicit Hessian: as exact as the dtype allows (it warns if H is singular up to rounding errors), for at
+            until it meets non-positive curvature or fails otherwise, then MINRES, with a warning if that fails too or
+            meets negative curvature (CG stays with ``check_finite=False``); ``"direct"``, an LU factorisation of the
+            explicit Hessian: as exact as the dtype allows (it warns if H is singular up to rounding errors), for at
             most 4,096 lower parameters (of each task); ``"neumann"``, the series :math:`\eta \sum_{i \le Q} (I - \eta
             H)^i`, always from zero; ``"fixed_point"``, the same iteration from a warm start. Default: ``"cg"``.
         linear_steps: maximum iterations of the linear solver, about one Hessian-vector product each. Default: 10.

@@ -26,7 +26,7 @@ from ..problem.objective import Sample
 from ..problem.parameters import Params, is_number, require
 from ..problem.placement import constant
 from ..problem.vector import Vector, coarsest, stack
-from ..solvers.lower import Rate, Solved
+from ..solvers.lower import Rate, Solved, watch_leap
 from ..tracing import is_tracing
 
 __all__ = ["F2SA"]
@@ -304,6 +304,8 @@ class F2SA(BilevelOptimizer):
             figures = *g.unbind(), *f.unbind(), apart, found["lower_residual"].max()
             falls = partial(_falls, self.nu, 1e3 * coarsest(y))
             oracle.checks.alert_if("another basin", BASIN, falls, *figures)
+        if solved.early is not None:
+            watch_leap(oracle.session, rule, start, solved, self.lower_steps, solved.early[0])
         if {-1, 1} <= {*formula.nodes} and solved.early is not None and rule.plain:
             self._watch_parting(oracle, formula, solved, start, rule.rates)
         gap = self._difference_gap(formula, copies, estimate, working_unit((*oracle.x, *y)))

@@ -484,7 +484,7 @@ class Method(Options, Optimizer, ABC):
             try:
                 unsaid = {GROWS, LED_AWAY} if smaller else {LED_AWAY}
                 if self._reacts_quietly and (key := self._reacts_to(inputs.numbers)):
-                    unsaid.add(key)  # the estimate that is made instead says what is left to say
+                    unsaid.add(key)  # the new estimate has warnings of its own
                 quiet = partial(is_quiet, unsaid, inputs, estimate)
                 alerts = session.checks.verify(inputs.steps, session.warned, estimate.tensors_to_check, quiet)
                 stiffer = smaller > 0 and (GROWS in alerts or (LED_AWAY in alerts and led_away(estimate)))

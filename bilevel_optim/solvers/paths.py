@@ -16,7 +16,7 @@ from ..oracle.doors import OPTIONS, PROJECTION, STEP
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
-from .lower import LowerRule
+from .lower import LowerRule, watch_leap
 
 __all__ = ["STACK", "Paths"]
 
@@ -132,5 +132,7 @@ class Paths:
 
         solved = rule.run(start, rule.fresh(), len(self.samples), draw)
         solved.watched(oracle.session)
+        if solved.early is not None:
+            watch_leap(oracle.session, rule, start, solved, len(self.samples), solved.early[0])
         total = torch.stack(values).sum(0) if values else start[0].new_zeros(n)
         return PathEnds(solved.y, first[0] if first else None, solved.residual, total, start)
