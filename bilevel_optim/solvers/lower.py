@@ -409,15 +409,16 @@ def watch_leap(session: Session, rule: LowerRule, start: Vector, solved: Solved,
     """
     if rule.plain:
         rates = {*rule.rates} if all([isinstance(rate, float) for rate in rule.rates]) else rule.rates
+        first, last = _together(first), solved.norm()
         rate = max(rates) if len(rates) == 1 else torch.stack([torch.as_tensor(own).to(first) for own in rates]).max()
-        reach = steps * rate * _together(first)
-        figures = (solved.y - start).norm(), reach, solved.y.norm(), _together(first), solved.norm()
-        session.checks.alert_if("leaping lower steps", LEAPING, _leapt, *figures)
+        moved, size = (solved.y - start).norm(), solved.y.norm()
+        session.checks.alert_if("leaping lower steps", LEAPING, _leapt, moved, size, first, last, steps * rate * first)
 
 
-def _leapt(moved: Any, reach: Any, size: Any, first: Any, last: Any) -> Any:
-    """Return True for a leap that is more than rounding and has not come to rest."""
-    return (moved > LEAP * reach) & (moved > 1e-3 * size) & (last > 0.1 * first)
+def _leapt(moved: Any, size: Any, first: Any, last: Any, reach: Any) -> Any:
+    """Return True for a leap that is more than rounding and over, but not at rest, where a step would not undo it."""
+    far = (moved > LEAP * reach) & (moved > 1e-3 * size) & (first > 0)
+    return far & (last > 0.1 * first) & (100 * reach * last < moved * first)
 
 
 def _grows(first: Any, middle: Any, last: Any) -> Any:
