@@ -411,13 +411,13 @@ def watch_leap(session: Session, rule: LowerRule, start: Vector, solved: Solved,
         rates = {*rule.rates} if all([isinstance(rate, float) for rate in rule.rates]) else rule.rates
         first, last = _together(first), solved.norm()
         rate = max(rates) if len(rates) == 1 else torch.stack([torch.as_tensor(own).to(first) for own in rates]).max()
-        moved, size = (solved.y - start).norm(), solved.y.norm()
+        moved, size = (solved.y - start).norm(), 1 + start.norm()  # from a saddle steps go far, but not that far
         session.checks.alert_if("leaping lower steps", LEAPING, _leapt, moved, size, first, last, steps * rate * first)
 
 
 def _leapt(moved: Any, size: Any, first: Any, last: Any, reach: Any) -> Any:
-    """Return True for a leap that is more than rounding and over, but not at rest, where a step would not undo it."""
-    far = (moved > LEAP * reach) & (moved > 1e-3 * size) & (first > 0)
+    """Return True for a leap to where a step would not undo it."""
+    far = (moved > LEAP * reach) & (moved > LEAP * size) & (first > 0)
     return far & (last > 0.1 * first) & (100 * reach * last < moved * first)
 
 
