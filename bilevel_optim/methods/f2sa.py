@@ -26,7 +26,7 @@ from ..problem.objective import Sample
 from ..problem.parameters import Params, is_number, require
 from ..problem.placement import constant
 from ..problem.vector import Vector, coarsest, stack
-from ..solvers.lower import Rate, Solved, watch_leap
+from ..solvers.lower import Rate, Solved, largest_rate, watch_leap
 from ..tracing import is_tracing
 
 __all__ = ["F2SA"]
@@ -409,12 +409,12 @@ class F2SA(BilevelOptimizer):
         In a convex problem gradients do not grow over gradient steps, so none goes further than steps along the first.
         """
         assert solved.early is not None
-        pair = [formula.nodes.index(j) for j in (-1, 1)]
-        one, other = pair
+        one, other = (formula.nodes.index(j) for j in (-1, 1))
         apart = Vector(t[one] - t[other] for t in solved.y).norm()
-        rate = torch.stack([torch.as_tensor(own).to(apart) for own in rates]).max()
-        moved, reach = (solved.y - start).lane_norm()[pair], self.lower_steps * rate * solved.early[0][pair]
-        oracle.checks.alert_if("another basin", PARTED, _part, apart, moved.sum(), (moved - PARTING * reach).min())
+        moved, reach = (solved.y - start).lane_norm(), solved.early[0] * largest_rate(rates, apart) * self.lower_steps
+        beyond = moved - reach * PARTING
+        least = torch.minimum(beyond[one], beyond[other])
+        oracle.checks.alert_if("another basin", PARTED, _part, apart, moved[one] + moved[other], least)
 
     def _difference_gap(self, formula: Stencil, copies: Vector, estimate: Estimate, unit: float) -> Tensor | None:
         """Return the relative difference of two finite differences at the copies, above rounding.

@@ -32,6 +32,7 @@ __all__ = [
     "Solved",
     "gradient_dot",
     "is_known",
+    "largest_rate",
     "needs_closure",
     "rates_of",
     "sgd",
@@ -402,15 +403,20 @@ def watched_growth(
     return {"lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}
 
 
+def largest_rate(rates: Sequence[Rate], like: Tensor) -> Rate:
+    """Return the largest learning rate, a number if all of them are."""
+    if all([isinstance(rate, float) for rate in rates]):
+        return max(rates)
+    return torch.stack([torch.as_tensor(rate).to(like) for rate in rates]).max()
+
+
 def watch_leap(session: Session, rule: LowerRule, start: Vector, solved: Solved, steps: int, first: Tensor) -> None:
     """Warn if gradient steps went much further than gradients like the first, of this norm, explain.
 
     The last gradient may be as small as the first: that of exp(y) - y is -1 far to the left, where a long step ends.
     """
     if rule.plain:
-        rates = {*rule.rates} if all([isinstance(rate, float) for rate in rule.rates]) else rule.rates
-        first, last = _together(first), solved.norm()
-        rate = max(rates) if len(rates) == 1 else torch.stack([torch.as_tensor(own).to(first) for own in rates]).max()
+        first, last, rate = _together(first), solved.norm(), largest_rate(rule.rates, first)
         moved, size = (solved.y - start).norm(), 1 + start.norm()  # from a saddle steps go far, but not that far
         session.checks.alert_if("leaping lower steps", LEAPING, _leapt, moved, size, first, last, steps * rate * first)
 
