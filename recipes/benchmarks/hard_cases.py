@@ -72,8 +72,8 @@ LEFT = {
     "2 and 4 at these copies agree to 0.5 %, and both are off; with the smaller nu of order 2 no example crosses.",
 }  # why nothing is said, by case
 DOUBTED = {
-    "condition 1e6, float32": "The residual of the LU solution is 1.03 % of b, and the limit 1 %. With twenty other "
-    "right sides it is below in 19, and all are within 0.6 %; but the condition times the rounding unit is 12 %.",
+    "condition 1e6, float32": "The residual of the LU solution is 1.03 % of b, and the limit 1 %. In twenty other "
+    "such problems it is below in 19, and all are within 0.6 %; but the condition times the rounding unit is 12 %.",
     "bfloat16": "Right by luck: of twenty such problems, 9 are within 5 % with order 2 (at most 15 %), 3 with order 4 "
     "(at most 19 %).",
 }  # why a warning is given, by case
