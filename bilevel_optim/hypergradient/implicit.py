@@ -122,7 +122,8 @@ def implicit(
 def _measured(v: Vector, product: Vector | None, slope: Vector, *, lanes: bool) -> dict[str, Tensor]:
     """Return the change of f if a Newton step solved the lower problem, and the curvature of g along v."""
     dot = Vector.lane_dot if lanes else Vector.dot
-    found = {"predicted_change": -dot(v, slope)}
+    norm = Vector.lane_norm if lanes else Vector.norm
+    found = {"predicted_change": -dot(v, slope), "predicted_bound": norm(v) * norm(slope)}
     if product is not None:
         square = dot(v, v)
         found["linear_curvature"] = dot(v, product) / square.clamp_min(torch.finfo(square.dtype).tiny)

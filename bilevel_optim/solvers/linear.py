@@ -417,7 +417,9 @@ def minres(
     # the columns of Q R^-1. Names as in the source: the last rows' entries are dbar (not yet rotated) and epsilon.
     q_old, q = b.zeros_like(), r.times(_inverse(beta))
     w_old = w = b.zeros_like()
-    c, s, dbar, epsilon, size = -torch.ones_like(beta), *(torch.zeros_like(beta) for _ in range(4))
+    c, s, dbar, epsilon = -torch.ones_like(beta), *(torch.zeros_like(beta) for _ in range(3))
+    # The residual of a start may lie in the kernel of H: its products are rounding, and do not show the size of H.
+    size = torch.zeros_like(beta) if start is None else norm(b - r) * _inverse(norm(first))
     iterations = torch.zeros_like(beta, dtype=torch.int64)
     stuck = torch.zeros_like(beta, dtype=torch.bool)
     least, outside = torch.full_like(beta, inf), beta > 0

@@ -425,6 +425,20 @@ def saddle() -> Case:
     return Case(f, g, torch.ones(1, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE), None)
 
 
+def quartic() -> Case:
+    """A minimum without curvature, y* = x, which gradient steps approach ever more slowly."""
+    target = torch.tensor([2.0, -1.0], dtype=DOUBLE)
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return (y - target.to(y)).square().sum() / 2
+
+    def g(x: Tensor, y: Tensor) -> Tensor:
+        return (y - x).pow(4).sum() / 4
+
+    x = torch.tensor([1.0, 0.5], dtype=DOUBLE)
+    return Case(f, g, x, torch.zeros(2, dtype=DOUBLE), x - target)
+
+
 def saturated() -> Case:
     """A sigmoid before the cross-entropy: in single precision its gradient is exactly 0 at 20, where it should be 1."""
 
@@ -563,6 +577,9 @@ CASES: dict[str, Entry] = {
         squared_hinge, "The Hessian jumps where an example reaches its margin; x: log weights of the examples."
     ),
     "saddle of g": Entry(saddle, "g = (y_1 y_2 - x)^2 / 2 at zero: two minima are equally near, so no right value."),
+    "a minimum without curvature": Entry(
+        quartic, "g = |y - x|^4 / 4 (entry by entry): gradient steps come to y* = x ever more slowly."
+    ),
     "sigmoid, then cross-entropy, float32": Entry(
         saturated, "`binary_cross_entropy(sigmoid(y), 0)`: above y = 17 its gradient is 0 in place of 1."
     ),
