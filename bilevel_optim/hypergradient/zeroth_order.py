@@ -222,8 +222,8 @@ def _together(
 def _rounding(oracle: Oracle, base: Vector, squares: Tensor) -> Tensor:
     """Return the predicted relative rounding error of the differences: about 2.5 ulp of y over their size.
 
-    It is infinite without any difference, also for a y of zero. Coarser products (autocast, TF32) count for a hundredth:
-    the paths share most of their rounding, and sums over a batch average it.
+    It is infinite without any difference, also for a y of zero. Coarser products (autocast, TF32) count for a
+    hundredth: the paths share most of their rounding, and sums over a batch average it.
     """
     finite = squares.isfinite()
     size = (torch.where(finite, squares, 0.0).sum() / finite.sum()).sqrt()
