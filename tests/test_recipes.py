@@ -129,8 +129,11 @@ def rounding_alone(r):
 
 def restarts_are_slow(r):
     for values in r["results"].values():
-        assert values["direction"] < 0.1 < 0.9 < values["restart"]
+        assert values["kept"] < 0.1 < 0.7 < values["restart"]
         assert values["rarely"] < 0.5
+    for pace in ("still", "slow"):
+        values = r["runs"][f"40 rows, 200 unknowns, condition 1e4; {pace}; 5"]
+        assert values["kept"] < 1e-3 < 0.1 < values["restart"] < 1 < values["residual"]
 
 
 def constant_pixels(r):
@@ -328,7 +331,11 @@ RUNS = {
     ),
     "benchmarks.layers": ("--repeats 1", "layers", rounding_alone),
     "benchmarks.data_facts": ("", "data_facts", constant_pixels),
-    "benchmarks.warm_starts": ("--conditions 1e4 --products 5 --drifts 1e-9", "warm_starts", restarts_are_slow),
+    "benchmarks.warm_starts": (
+        "--conditions 1e4 --products 5 --drifts 1e-9 --in-runs 5 --systems 40_rows,_200_unknowns,_condition_1e4",
+        "warm_starts",
+        restarts_are_slow,
+    ),
     "benchmarks.step_parts": ("--methods soba --steps 2 --calls 1 --backend eager", None, None),
     "benchmarks.step_path": ("", None, None),
     "benchmarks.linear_systems": ("--systems ranking_with_a_bias", "linear_systems", no_silent_solve),
@@ -382,7 +389,7 @@ def run(tmp_path, monkeypatch, capsys, request):
         if not pictures and hasattr(module, "plot"):  # a second each
             monkeypatch.setattr(module, "plot", lambda *_, **__: None)
         given = [
-            a.replace("_", " ") if a.startswith(("gda", "ranking")) else a.replace(",_", ", ")
+            a.replace("_", " ") if a.startswith(("gda", "ranking", "40")) else a.replace(",_", ", ")
             for a in arguments.split()
         ]
 

@@ -185,12 +185,16 @@ def test_solver_on_flat_vectors_is_the_solver(lanes):
         return bo.Vector(torch.einsum("nij,nj->ni", H, torch.cat([*v], 1)).split([4, 5], 1))
 
     b = bo.Vector(b)
-    for start in (None, bo.Vector([torch.randn(3, 4), torch.randn(3, 5)])):
-        v, r = linear._choose_start(product, b, start, lanes)
+    first = linear.cg(product, b, steps=2, lanes=lanes)
+    random = bo.Vector([torch.randn(3, 4), torch.randn(3, 5)])
+    for start, turn in ((None, None), (random, None), (first.solution, first.direction)):
+        v, r, kept = linear._choose_start(product, b, start, lanes, energy=True)
+        assert turn is None or kept.any()
         for steps, tol in ((3, 0.0), (30, 1e-6)):
-            found = linear._fused(product, b, v, r, linear._Stop(steps, tol, 0.0, tol), lanes)
-            expected = linear.cg(product, b, start, steps=steps, tol=tol, lanes=lanes)
-            for one, other in zip((*found.solution, *found[1:-1]), (*expected.solution, *expected[1:-1]), strict=True):
+            found = linear._fused(product, b, v, r, turn, linear._Stop(steps, tol, 0.0, tol), lanes)
+            expected = linear.cg(product, b, start, steps=steps, tol=tol, lanes=lanes, direction=turn)
+            ours, theirs = ((*s.solution, *s.direction, *s[1:-2]) for s in (found, expected))
+            for one, other in zip(ours, theirs, strict=True):
                 assert (one.shape, one.dtype) == (other.shape, other.dtype)
                 close(one.double(), other.double(), 1e-9)
             assert bool(found.indefinite.any()) == lanes
