@@ -258,6 +258,7 @@ def test_every_function_has_a_caller_or_is_public():
 
 # Why a module has to know whether a step is traced, where no value can be read.
 TRACING = {
+    "hypergradient/layer.py": "the solver of a layer is called by a program of the user that is compiled, and not traced",
     "hypergradient/storm.py": "all rows are projected, not only those that the host found outside",
     "methods/f2sa.py": "whether rounding is large is checked in eager steps",
     "methods/tracked/rows.py": "the clock stays a tensor",
