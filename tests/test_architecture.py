@@ -258,7 +258,6 @@ def test_every_function_has_a_caller_or_is_public():
 
 # Why a module has to know whether a step is traced, where no value can be read.
 TRACING = {
-    "hypergradient/layer.py": "the solver of a layer is called by a program of the user that is compiled, and not traced",
     "hypergradient/storm.py": "all rows are projected, not only those that the host found outside",
     "methods/f2sa.py": "whether rounding is large is checked in eager steps",
     "methods/tracked/rows.py": "the clock stays a tensor",
@@ -276,6 +275,7 @@ TRACING = {
 }
 # Why a module has to know whether Dynamo reads it: it is called by the user's own code.
 READ_BY_DYNAMO = {
+    "hypergradient/layer.py": "a compiled program of the user calls the solver of a layer without tracing it",
     "optimizer/hooks.py": "verbs are called, and not looked into, where the loop of a user is compiled",
     "oracle/buffers.py": "a hook of a first step does not note what a compiled module calls",
 }
