@@ -15,7 +15,7 @@ from ..oracle.doors import require_free_batch
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.placement import constant
-from ..problem.vector import Vector
+from ..problem.vector import Vector, coarsest
 from ..solvers.paths import Paths
 from .directions import Directions
 from .estimate import Estimate
@@ -222,11 +222,13 @@ def _together(
 def _rounding(oracle: Oracle, base: Vector, squares: Tensor) -> Tensor:
     """Return the predicted relative rounding error of the differences: about 2.5 ulp of y over their size.
 
-    It is infinite without any difference, also for a y of zero.
+    It is infinite without any difference, also for a y of zero. Coarser products (autocast, TF32) count for a
+    hundredth: the paths share most of their rounding, and sums over a batch average it.
     """
     finite = squares.isfinite()
     size = (torch.where(finite, squares, 0.0).sum() / finite.sum()).sqrt()
-    unit = working_unit((*oracle.x, *base), oracle.session.found.products)
+    tensors = (*oracle.x, *base)
+    unit = max(coarsest(tensors), working_unit(tensors, oracle.session.found.products) / 100)
     return torch.where(size > 0, 2.5 * unit * base.norm() / size, torch.inf)
 
 
