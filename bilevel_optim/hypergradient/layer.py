@@ -44,15 +44,15 @@ def solve(
     .. math:: y^*(x) = \arg\min_y g(x, y), \qquad
         \frac{\partial y^*}{\partial x}^{\top} b = -\nabla^2_{xy} g\, v, \quad [\nabla^2_{yy} g]\, v = b.
 
-    With `proximal`, the minimiser of g + h: the fixed point of y -> prox(x, y - s grad g, s), and its derivative.
+    With ``proximal``, the minimiser of g + h: the fixed point of y -> prox(x, y - s grad g, s), and its derivative.
 
-    *When.* A lower problem is one operation among others: its solution goes into a network, a loss or a second lower
-    problem, and ``backward()`` runs through it. Constraints on y and absolute values are a `proximal`; others need new
-    variables or a penalty. If the whole program is a bilevel problem, a method such as `AID` is cheaper, because it
-    keeps y and v from step to step.
+    *When.* A lower problem is one operation among others: its solution goes into a network, a loss or a second
+    lower problem, and ``backward()`` runs through it. Constraints on y and absolute values are a ``proximal``;
+    others need new variables or a penalty. If the whole program is a bilevel problem, a method such as `AID` is
+    cheaper, because it keeps y and v from step to step.
 
     *Cost.* Forward: one gradient for each evaluation of the minimiser. Backward: one Hessian-vector product for each
-    iteration of MINRES (with `proximal` also two products with its derivative), and one cross derivative. No graph of
+    iteration of MINRES (with ``proximal`` also two products with its derivative), and one cross derivative. No graph of
     the minimiser's iterations is kept. Derivatives of any order exist. *State*: none. *Draws*: none; a loss with random
     numbers has no fixed minimiser.
 
@@ -66,11 +66,11 @@ def solve(
             step s, returns :math:`\arg\min_y |y - z|^2 / (2 s) + h(x, y)` by differentiable operations. For a
             constraint, this is the projection of z. Default: None, no such term.
         minimiser: solver of your own, called with a function of y (the loss) and the start; returns y, without a graph.
-            Default: None, which is L-BFGS with a strong Wolfe line search, or, with `proximal`, accelerated proximal
+            Default: None, which is L-BFGS with a strong Wolfe line search, or, with ``proximal``, accelerated proximal
             gradient steps. Newton's method follows.
         steps: largest number of iterations of L-BFGS, or of proximal gradient steps. Default: None, 200 or 2000.
         tol: largest norm of :math:`\nabla_y g`, relative to that at the start (or to :math:`\nabla^2_{yy} g\, y`, if
-            that is larger); with `proximal`, of the change of y in a proximal gradient step, relative to that at the
+            that is larger); with ``proximal``, of the change of y in a proximal gradient step, relative to that at the
             start or to y. Above it a `BilevelWarning` says that y is no minimiser. Default: None, which is the square
             root of the rounding error of y's dtype.
         linear_steps: largest number of iterations of MINRES. Default: 200.
@@ -79,7 +79,7 @@ def solve(
         :math:`y^*`, a tensor or a tuple, as y was passed.
 
     Raises:
-        ValueError: if the loss is not a scalar, or does not depend on y; if the result of `proximal` has another form
+        ValueError: if the loss is not a scalar, or does not depend on y; if the result of ``proximal`` has another form
             than y, or no graph.
 
     Example:
