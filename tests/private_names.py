@@ -164,7 +164,7 @@ NAMES = [
     ),
     Name(
         "torch._compile._disable_dynamo",
-        "optimizer/hooks.py",
+        "optimizer/hooks.py hypergradient/layer.py",
         "torch.compiler.disable imports torch._dynamo when a class is defined; this does when it is needed",
         "torch.compiler.disable, once it waits likewise",
     ),

@@ -275,6 +275,7 @@ TRACING = {
 }
 # Why a module has to know whether Dynamo reads it: it is called by the user's own code.
 READ_BY_DYNAMO = {
+    "hypergradient/layer.py": "a compiled program of the user calls the solver of a layer without tracing it",
     "optimizer/hooks.py": "verbs are called, and not looked into, where the loop of a user is compiled",
     "oracle/buffers.py": "a hook of a first step does not note what a compiled module calls",
 }

@@ -553,9 +553,89 @@ def test_a_function_that_is_no_proximal_function_is_told():
     ("proximal", "text"),
     [
         (lambda x, z, s: z.detach(), "Invalid proximal result: a constant"),
-        (lambda x, z, s: z[:1], r"Invalid proximal result: shapes \[\(1,\)\], but y has \[\(2,\)\]"),
+        (
+            lambda x, z, s: z[:1],
+            r"Invalid proximal result: float64 of shape \(1,\) \(it must be like y: float64 of shape \(2,",
+        ),
+        (lambda x, z, s: z.float(), r"Invalid proximal result: float32 of shape \(2,\)"),
+        (lambda x, z, s: None, r"Invalid proximal result: NoneType"),
+        (lambda x, z, s: (z, z), r"Invalid proximal result: float64 of shape \(2,\), float64 of shape \(2,\) \("),
     ],
 )
 def test_proximal_functions_without_a_derivative_or_of_another_form(proximal, text):
     with pytest.raises(ValueError, match=text):
         bo.solve(lambda x, y: (x - y).square().sum(), torch.ones(2), torch.zeros(2), proximal=proximal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("n", "m"), [(200, 60), (100, 300)])
+def test_correlated_features_are_no_end_of_the_proximal_steps(dtype, n, m):
+    generator = torch.Generator().manual_seed(n)
+    features = torch.randn(n, m, generator=generator) + 2 * torch.randn(n, 1, generator=generator)
+    targets = features[:, :5].sum(1) + torch.randn(n, generator=generator)
+    weights = torch.randn(m, generator=generator)
+
+    def solved(dtype):
+        own, x = features.to(dtype), torch.tensor(0.1, dtype=dtype, requires_grad=True)
+        y = bo.solve(
+            lambda x, y: (own @ y - targets.to(dtype)).square().sum() / (2 * n),
+            x,
+            torch.zeros(m, dtype=dtype),
+            proximal=lambda x, z, s: soft(z, s * x),
+        )
+        return y.detach(), torch.autograd.grad((y * weights).sum(), x)[0]
+
+    y, gradient = solved(dtype)
+    truth = solved(torch.float64)[0]
+    slope = features.T @ (features @ truth - targets) / n
+    used = truth != 0  # the conditions of optimality, and the closed form on the support
+    torch.testing.assert_close(slope[used], -0.1 * truth[used].sign(), rtol=1e-8, atol=1e-8)
+    assert bool((slope[~used].abs() < 0.1).all())
+    hessian = features[:, used].T @ features[:, used] / n
+    right = -weights[used] @ torch.linalg.solve(hessian, truth[used].sign())
+    assert torch.equal(y != 0, used)
+    torch.testing.assert_close(gradient.double(), right, rtol=1e-3 if dtype == torch.float32 else 1e-8, atol=0)
+
+
+def test_small_steps_far_from_the_solution_are_told():
+    scales = torch.tensor([1.0, 1e-8])  # a proximal gradient step changes the second entry by 1e-8 of its error
+
+    def loss(x, y):
+        return (scales * (y - x).square()).sum() / 2
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.warns(bo.BilevelWarning, match="but Newton's method by 0.5 of"):
+        bo.solve(
+            loss,
+            x,
+            torch.zeros(2),
+            proximal=lambda x, z, s: z.clamp(-9, 9),
+            minimiser=lambda loss, y: torch.tensor([1 - 1e-9, 0.5]),
+        )
+
+
+def test_a_threshold_without_the_step_is_told():
+    with pytest.warns(bo.BilevelWarning, match="proximal does not fit its step: .* but half of it by"):
+        bo.solve(
+            lambda x, y: (A @ y - TARGET).square().sum() / 2,
+            torch.ones(4, requires_grad=True),
+            torch.zeros(4),
+            proximal=lambda x, z, s: soft(z, 0.1 * x),
+        )
+
+
+def test_inference_mode_is_refused():
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"torch.inference_mode\(\) is on"):
+        bo.solve(ridge, start(), torch.zeros(4))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
+@pytest.mark.parametrize("proximal", [None, lambda x, z, s: z.clamp(max=0.5)])
+def test_a_program_with_a_layer_is_compiled(proximal):
+    def program(x):
+        return bo.solve(lambda x, y: (y - x).square().sum(), x.sin(), torch.zeros(3), proximal=proximal).square().sum()
+
+    x = torch.tensor([0.1, 1.0, -2.0], requires_grad=True)
+    (ours,) = torch.autograd.grad(torch.compile(program, backend="eager")(x), x)
+    right = 2 * x.sin() * x.cos() * (torch.tensor([1.0, 0.0, 1.0]) if proximal else 1.0)
+    torch.testing.assert_close(ours, right.detach())

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ..errors import warn
+from ..problem.parameters import require_gradients
 from ..problem.vector import Vector
 from ..solvers import linear
 
@@ -21,8 +23,9 @@ Minimiser = Callable[[Callable[[Any], Tensor], Any], Any]
 Proximal = Callable[[Any, Any, float], Any]  # of x, y and the step
 NEWTON, NEWTON_PRODUCTS = 5, 100
 FIRST_NEWTON = 20  # proximal steps before Newton's method is tried, and between two trials at least
+ROUNDING = 100  # times eps |y|: change of y in a proximal gradient step that rounding explains
 HALVINGS = 60  # of one proximal step
-UNSOLVED = 1e-2  # relative residual of the linear system from which the gradient is said to be wrong
+UNSOLVED = 1e-2  # relative residual of the linear system, or error of y, from which the gradient is said to be wrong
 
 
 def solve(
@@ -41,15 +44,15 @@ def solve(
     .. math:: y^*(x) = \arg\min_y g(x, y), \qquad
         \frac{\partial y^*}{\partial x}^{\top} b = -\nabla^2_{xy} g\, v, \quad [\nabla^2_{yy} g]\, v = b.
 
-    With `proximal`, the minimiser of g + h: the fixed point of y -> prox(x, y - s grad g, s), and its derivative.
+    With ``proximal``, the minimiser of g + h: the fixed point of y -> prox(x, y - s grad g, s), and its derivative.
 
-    *When.* A lower problem is one operation among others: its solution goes into a network, a loss or a second lower
-    problem, and ``backward()`` runs through it. Constraints on y and absolute values are a `proximal`; others need new
-    variables or a penalty. If the whole program is a bilevel problem, a method such as `AID` is cheaper, because it
-    keeps y and v from step to step.
+    *When.* A lower problem is one operation among others: its solution goes into a network, a loss or a second
+    lower problem, and ``backward()`` runs through it. Constraints on y and absolute values are a ``proximal``;
+    others need new variables or a penalty. If the whole program is a bilevel problem, a method such as `AID` is
+    cheaper, because it keeps y and v from step to step.
 
     *Cost.* Forward: one gradient for each evaluation of the minimiser. Backward: one Hessian-vector product for each
-    iteration of MINRES (with `proximal` also two products with its derivative), and one cross derivative. No graph of
+    iteration of MINRES (with ``proximal`` also two products with its derivative), and one cross derivative. No graph of
     the minimiser's iterations is kept. Derivatives of any order exist. *State*: none. *Draws*: none; a loss with random
     numbers has no fixed minimiser.
 
@@ -63,11 +66,11 @@ def solve(
             step s, returns :math:`\arg\min_y |y - z|^2 / (2 s) + h(x, y)` by differentiable operations. For a
             constraint, this is the projection of z. Default: None, no such term.
         minimiser: solver of your own, called with a function of y (the loss) and the start; returns y, without a graph.
-            Default: None, which is L-BFGS with a strong Wolfe line search, or, with `proximal`, accelerated proximal
+            Default: None, which is L-BFGS with a strong Wolfe line search, or, with ``proximal``, accelerated proximal
             gradient steps. Newton's method follows.
         steps: largest number of iterations of L-BFGS, or of proximal gradient steps. Default: None, 200 or 2000.
         tol: largest norm of :math:`\nabla_y g`, relative to that at the start (or to :math:`\nabla^2_{yy} g\, y`, if
-            that is larger); with `proximal`, of the change of y in a proximal gradient step, relative to that at the
+            that is larger); with ``proximal``, of the change of y in a proximal gradient step, relative to that at the
             start or to y. Above it a `BilevelWarning` says that y is no minimiser. Default: None, which is the square
             root of the rounding error of y's dtype.
         linear_steps: largest number of iterations of MINRES. Default: 200.
@@ -76,7 +79,7 @@ def solve(
         :math:`y^*`, a tensor or a tuple, as y was passed.
 
     Raises:
-        ValueError: if the loss is not a scalar, or does not depend on y; if the result of `proximal` has another form
+        ValueError: if the loss is not a scalar, or does not depend on y; if the result of ``proximal`` has another form
             than y, or no graph.
 
     Example:
@@ -87,6 +90,21 @@ def solve(
         >>> y.detach(), x.grad.round()  # y = 2x
         (tensor([6., 2.]), tensor([24.,  8.]))
     """
+    call = _untraced if torch.compiler.is_dynamo_compiling() else _solve
+    return call(loss, x, y, proximal, minimiser, steps, tol, linear_steps)
+
+
+def _solve(
+    loss: Loss,
+    x: Tensor | Sequence[Tensor],
+    y: Tensor | Sequence[Tensor],
+    proximal: Proximal | None,
+    minimiser: Minimiser | None,
+    steps: int | None,
+    tol: float | None,
+    linear_steps: int,
+) -> Any:
+    require_gradients()
     xs, ys = _parts(x), Vector(t.detach() for t in _parts(y))
     problem = _Problem(loss, proximal, len(xs), isinstance(x, Tensor), isinstance(y, Tensor), linear_steps)
     if steps is None:
@@ -96,8 +114,17 @@ def solve(
     return results[0] if isinstance(y, Tensor) else results
 
 
+_untraced = _disable_dynamo(_solve)  # the iterations read numbers, and differentiate
+
+
 def _parts(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
 class _Problem:
@@ -136,10 +163,13 @@ class _Problem:
     def project(self, xs: Sequence[Tensor], zs: Sequence[Tensor]) -> Vector:
         """Return the result of the proximal function."""
         assert self.proximal is not None
-        found = Vector(_parts(self.proximal(xs[0] if self.one_x else tuple(xs), self.structured(zs), self.step)))
-        if [t.shape for t in found] != [t.shape for t in zs]:
-            shapes = [tuple(t.shape) for t in found]
-            raise ValueError(f"Invalid proximal result: shapes {shapes}, but y has {[tuple(t.shape) for t in zs]}")
+        result = self.proximal(xs[0] if self.one_x else tuple(xs), self.structured(zs), self.step)
+        found = Vector(result) if isinstance(result, (tuple, list)) else Vector([result])
+        if list(map(_form, found)) != list(map(_form, zs)):
+            raise ValueError(
+                f"Invalid proximal result: {', '.join(map(_form, found))} (it must be like y: "
+                f"{', '.join(map(_form, zs))})"
+            )
         if any(t.requires_grad for t in zs) and not all(t.requires_grad for t in found):
             raise ValueError("Invalid proximal result: a constant (it must depend on y, by differentiable operations)")
         return found
@@ -187,6 +217,10 @@ class _System:
         w = self.jacobian(linear.minres(within, right, steps=steps).solution)
         return b + (self.explicit(w) if transposed else w)
 
+    def distance(self) -> float:
+        """Return the length of Newton's step, an estimate of the error of y."""
+        return float(self.solve(self.root, NEWTON_PRODUCTS, False).norm())
+
     def least_step(self, iterations: int = 10) -> float:
         """Return 1 / L, where L is the largest curvature, from power iterations."""
         v, size = self.root if float(self.root.norm()) else Vector(torch.ones_like(t) for t in self.ys), 0.0
@@ -214,15 +248,33 @@ def _minimise(
             problem.step = system.least_step()
             system = _System(problem, xs, ys)
         first = float(_System(problem, xs, start).root.norm())
+        shorter = 0.0
+        if system.proximal:  # a proximal function changes y by no more if the step is shorter
+            problem.step /= 2
+            shorter = float(problem.root(xs, _variables(ys, False)).detach().norm())
+            problem.step *= 2
     residual = float(system.root.norm())
     scale = max(first, float((ys if system.proximal else system.hessian(ys)).norm()))
-    if not residual <= limit * scale:
+    if shorter > max(limit * scale, 2 * residual):
+        warn(
+            f"proximal does not fit its step: a step of {problem.step:.2g} changes y by {residual:.2g}, but half of it "
+            f"by {shorter:.2g}, so y is wrong. A threshold, for example, must be multiplied by the step"
+        )
+    elif not residual <= limit * scale:
         measure = "a proximal gradient step changes y by" if system.proximal else "the gradient in y has norm"
         warn(
             f"the lower problem of solve is not solved: {measure} {residual:.2g}, more than {limit:.1g} of "
             f"{scale:.2g}, so y and its derivative are wrong. Take more steps, a minimiser of your own, or a loss with "
             "a minimum (a penalty on y)"
         )
+    elif system.proximal:
+        rounding = ROUNDING * torch.finfo(start[0].dtype).eps * float(ys.norm())
+        if residual > rounding and not (distance := system.distance()) <= UNSOLVED * float(ys.norm()):
+            warn(
+                f"the lower problem of solve is not solved: a proximal gradient step changes y by {residual:.2g} only, "
+                f"but Newton's method by {distance:.2g} of {float(ys.norm()):.2g}, so y and its derivative are wrong. "
+                "Take more steps, float64, a minimiser of your own, or a smaller tol"
+            )
     return ys
 
 
@@ -278,7 +330,7 @@ def _proximal_gradient(problem: _Problem, xs: Vector, start: Vector, steps: int,
             if (better := _polish(problem, xs, system)) is not system:
                 y = point = better.ys
                 momentum = 1.0
-            elif size <= limit * max(first, float(y.norm())):
+            elif size <= limit * max(first, float(y.norm())) and system.distance() <= limit * float(y.norm()):
                 break
     return y
 

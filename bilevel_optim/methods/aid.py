@@ -18,13 +18,6 @@ from ..solvers.linear import LinearSolution
 
 __all__ = ["AID"]
 
-MAXIMUM = (
-    "the lower Hessian is not positive definite at the current point: conjugate gradients failed, and along the "
-    "solution by MINRES the lower loss curves downwards (see diagnostics['linear_curvature']), so y is at no minimum, "
-    "and the hypergradient is that of a stationary point at best. Start y elsewhere, regularise the lower loss, or add "
-    "damping (damping=, a little above the most negative eigenvalue's size)"
-)
-
 _SOLVE: dict[str, Callable[..., LinearSolution]] = {
     "cg": linear.cg,
     "minres": linear.minres,
@@ -60,11 +53,12 @@ class AID(BilevelOptimizer):
         lower_steps: lower steps per outer step.
         linear_solver: ``"cg"``, conjugate gradients (fastest; H must be positive definite); ``"minres"``, minimal
             residuals (H may have negative eigenvalues, as in deep networks away from their minima); ``"auto"``, CG
-            until it meets non-positive curvature or fails otherwise, then MINRES, with a warning if that fails too or
-            meets negative curvature (CG stays with ``check_finite=False``); ``"direct"``, an LU factorisation of the
-            explicit Hessian: as exact as the dtype allows (it warns if H is singular up to rounding errors), for at
-            most 4,096 lower parameters (of each task); ``"neumann"``, the series :math:`\eta \sum_{i \le Q} (I - \eta
-            H)^i`, always from zero; ``"fixed_point"``, the same iteration from a warm start. Default: ``"cg"``.
+            until it meets non-positive curvature or fails otherwise, which is told once, then MINRES, as
+            ``diagnostics["linear_solver"]`` says from the next step on (CG stays with ``check_finite=False``);
+            ``"direct"``, an LU factorisation of the explicit Hessian: as exact as the dtype allows (it warns if H is
+            singular up to rounding errors), for at most 4,096 lower parameters (of each task); ``"neumann"``, the
+            series :math:`\eta \sum_{i \le Q} (I - \eta H)^i`, always from zero; ``"fixed_point"``, the same iteration
+            from a warm start. Default: ``"cg"``.
         linear_steps: maximum iterations of the linear solver, about one Hessian-vector product each. Default: 10.
         linear_tol: stop when the residual is below this fraction of the right-hand side. Default: 0, use all steps (CG
             and MINRES stop by themselves at the rounding level).
@@ -111,8 +105,6 @@ class AID(BilevelOptimizer):
         cost="T + 1 lower, 1 upper, Q hvp (+ 1 for a warm start, + 1 to check), 1 jvp; Q = linear_steps",
     )
 
-    _reacts_quietly = True
-
     linear_solver: str = choice(*_SOLVE, default="cg")
     linear_steps: int = count(default=10)
     linear_tol: float = number(default=0.0, least=0, finite=False)
@@ -140,9 +132,6 @@ class AID(BilevelOptimizer):
         here = inputs.run_lower_steps(oracle, self._lower_step_count(inputs.steps))
         estimate = here.with_lower(self._implicit_estimate(here.oracle, inputs))
         chosen = {name: inputs.numbers[name] for name in ("linear_solver",) if name in inputs.numbers}
-        if chosen and "linear_solver" not in self.numbers and "linear_curvature" in estimate.diagnostics:
-            curvature = estimate.diagnostics["linear_curvature"]
-            oracle.checks.alert("unsolved system", MAXIMUM, (curvature < 0).any())
         return replace(estimate, numbers=chosen) if chosen else estimate
 
     def _static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:

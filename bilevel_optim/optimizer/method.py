@@ -125,7 +125,6 @@ class Method(Options, Optimizer, ABC):
     _curvature_margin: ClassVar[float] = MARGIN  # with "auto", the lower rate is 1 / (margin * curvature)
     _joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # by name: reduces stacked diagnostics of tasks
     _fixed_rate: ClassVar[str] = ""  # why lower_lr cannot be "auto"
-    _reacts_quietly: ClassVar[bool] = False  # without the warning of the alert to which it reacts
     _difference_step: ClassVar[str | None] = None  # name of the option that is the step of finite differences
     _arguments = cast("Mapping[str, str]", MappingProxyType({}))  # texts of the arguments that ranks compare
 
@@ -482,10 +481,7 @@ class Method(Options, Optimizer, ABC):
             if not self.check_finite:
                 return estimate
             try:
-                unsaid = {GROWS, LED_AWAY} if smaller else {LED_AWAY}
-                if self._reacts_quietly and (key := self._reacts_to(inputs.numbers)):
-                    unsaid.add(key)  # the new estimate has warnings of its own
-                quiet = partial(is_quiet, unsaid, inputs, estimate)
+                quiet = partial(is_quiet, {GROWS, LED_AWAY} if smaller else {LED_AWAY}, inputs, estimate)
                 alerts = session.checks.verify(inputs.steps, session.warned, estimate.tensors_to_check, quiet)
                 stiffer = smaller > 0 and (GROWS in alerts or (LED_AWAY in alerts and led_away(estimate)))
             except NonFiniteError:

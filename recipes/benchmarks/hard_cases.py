@@ -73,6 +73,9 @@ LEFT = {
     "2 and 4 at these copies agree to 0.5 %, and both are off; with the smaller nu of order 2 no example crosses.",
 }  # why nothing is said, by case
 DOUBTED = {
+    "interpolation without a penalty, float32": "CG failed, and its failure is told before MINRES takes over.",
+    "softmax, f = |y|^2 / 2": "CG failed, and its failure is told before MINRES takes over.",
+    "singular, right side not in the range": "CG failed, and its failure is told before MINRES takes over.",
     "condition 1e6, float32": "The residual of the LU solution is 1.03 % of b, and the limit 1 %. In twenty other "
     "such problems it is below in 19, and all are within 0.6 %; but the condition times the rounding unit is 12 %.",
     "bfloat16": "Right by luck: of twenty such problems, 9 are within 5 % with order 2 (at most 15 %), 3 with order 4 "
@@ -205,7 +208,8 @@ def _doubted(results: Mapping[str, Mapping[str, Cell]]) -> list[str]:
     return [
         f"{count} of the right estimates have such a value too: what is unsolved lies in the kernel of a singular",
         "Hessian or hardly reaches x, f is linear in y (`predicted_change`), the steps are meant to end early, or the",
-        "precision is that of bfloat16. That is why these values raise no warning.",
+        "precision is that of bfloat16. That is why these values raise no warning. `AID` with `auto` tells that it",
+        "changes its solver, because CG that meets negative curvature means that y may be at a saddle.",
     ]
 
 

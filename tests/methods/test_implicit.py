@@ -483,7 +483,8 @@ def test_auto_changes_to_minres_and_stays_there():
     assert definite.error() < 1e-10
     assert easy.numbers == {}
     optimizer = bo.AID(problem.x, problem.y, **options)
-    problem.apply(optimizer.backward)  # without a warning, because MINRES solves it
+    with pytest.warns(bo.BilevelWarning, match="not positive definite"):
+        problem.apply(optimizer.backward)
     assert problem.error() < 1e-10
     resumed = bo.AID(problem.x, problem.y, **options)
     resumed.load_state_dict(optimizer.state_dict())
@@ -492,11 +493,16 @@ def test_auto_changes_to_minres_and_stays_there():
     assert problem.error() < 1e-10
 
 
-def test_auto_warns_of_a_maximum():
-    x, y = torch.ones(1, requires_grad=True), torch.ones(2, requires_grad=True)
-    optimizer = bo.AID([x], [y], lr=0.0, lower_lr=0.0, lower_steps=0, linear_solver="auto")
-    with pytest.warns(bo.BilevelWarning, match="not positive definite.*by MINRES the lower loss curves downwards"):
-        optimizer.backward(lambda: y.sum(), lambda: -(y - x).square().sum())
+def test_auto_warns_of_a_saddle():
+    """MINRES solves its system, and the curvature along the solution is positive."""
+    H = torch.diag(torch.cat([torch.tensor([-0.5]), torch.logspace(-2, 0, 9)]))
+    x, y = torch.ones(1, requires_grad=True), torch.zeros(10, requires_grad=True)
+    options = {"lr": 0.0, "lower_lr": 0.0, "lower_steps": 0, "linear_solver": "auto", "linear_steps": 40}
+    optimizer = bo.AID([x], [y], **options)
+    with pytest.warns(bo.BilevelWarning, match="not positive definite"):
+        optimizer.backward(lambda: y.sum(), lambda: y @ H @ y / 2 - (x - x.detach()) * y.sum())
+    assert optimizer.metrics()["linear_curvature"] > 0
+    torch.testing.assert_close(x.grad, torch.linalg.solve(H, torch.ones(10)).sum()[None], rtol=1e-8, atol=0)
 
 
 def test_a_start_solved_but_for_the_kernel_is_kept_by_minres():
