@@ -73,13 +73,12 @@ class _Any:
 
 
 def _kinds(nodes: Sequence[Node]) -> Tensor:
-    """Return a number for each operation, equal for those that differ only in their tensors, and write into none."""
+    """Return a number for each operation, equal for those that differ only in their tensors."""
     found: dict[Any, int] = {}
     kinds = []
     for node in nodes:
         plain = map_arg((node.args, node.kwargs), lambda n: _ANY)
-        key = (node.target, repr(plain), _form(node.meta.get("val")), node if _writes(node) else None)
-        kinds.append(found.setdefault(key, len(found)))
+        kinds.append(found.setdefault((node.target, repr(plain), _form(node.meta.get("val"))), len(found)))
     return torch.tensor(kinds, device="cpu")
 
 
@@ -107,18 +106,20 @@ def _quietest(nodes: Sequence[Node], begin: int, period: int, run: int) -> int:
     """Return the begin of the first part for which parts leave least to each other, such as y between lower steps."""
     place = {node: i for i, node in enumerate(nodes)}
     last = {i: max((place.get(user, len(nodes)) for user in nodes[i].users), default=i) for i in range(len(nodes))}
+    # Several results in one stay with what takes them apart.
+    cost = [1 if isinstance(node.meta.get("val"), Tensor) else len(nodes) for node in nodes]
     middle = begin + (run // period) // 2 * period
 
     def crossing(shift: int) -> tuple[int, int]:
         at = middle + shift
-        return sum(last[i] >= at for i in range(at - period, at)), shift
+        return sum(cost[i] for i in range(at - period, at) if last[i] >= at), shift
 
     most = min(period, run - (TIMES - 1) * period + 1)
     return begin + min(crossing(shift) for shift in range(most))[1]
 
 
 def _part_of(nodes: Sequence[Node]) -> _Part | None:
-    """Return operations in a row as a part; None if others use a result that is no tensor."""
+    """Return operations in a row as a part; None if others use a result that is no tensor, or it writes into others."""
     place = {node: i for i, node in enumerate(nodes)}
     given: dict[Node, int] = {}
     form = []
@@ -130,6 +131,8 @@ def _part_of(nodes: Sequence[Node]) -> _Part | None:
         arguments = map_arg((node.args, node.kwargs), named)
         form.append((node.target, repr(arguments), _form(node.meta.get("val"))))
         if not isinstance(node.meta.get("val"), Tensor) and any(user not in place for user in node.users):
+            return None
+        if _writes(node) and _origin(node) not in place:
             return None
     return _Part(nodes, (tuple(form), tuple(_form(n.meta.get("val")) for n in given)), [*given])
 
@@ -155,6 +158,13 @@ def _base(node: Node) -> Node | None:
     return node.args[0] if isinstance(node.args[0], Node) else None
 
 
+def _origin(node: Node) -> Node:
+    """Return the tensor in whose memory an operation's result is."""
+    while (base := _base(node)) is not None:
+        node = base
+    return node
+
+
 def _folded(module: GraphModule, kinds: Sequence[tuple[Sequence[_Part], Sequence[int]]]) -> GraphModule:
     """Return the graph with a call for each part; ``kinds`` are equal parts with the results that others use."""
     named = {f"repeated_{next(_numbers)}": own for own in kinds}
@@ -164,7 +174,8 @@ def _folded(module: GraphModule, kinds: Sequence[tuple[Sequence[_Part], Sequence
 
     def at(node: Node) -> Node:
         if node not in made:  # a view of a result or of an input of a part
-            made[node] = graph.node_copy(node, at)
+            base = _base(node)
+            made[node] = at(base) if base is not None and _writes(node) else graph.node_copy(node, at)
         return made[node]
 
     for node in module.graph.nodes:
@@ -205,5 +216,4 @@ def _subgraph(part: _Part, results: Sequence[int]) -> GraphModule:
     for node in part.nodes:
         made[node] = graph.node_copy(node, made.__getitem__)
     graph.output(tuple([made[part.nodes[i]] for i in results]))
-    graph.eliminate_dead_code()
     return GraphModule(torch.nn.Module(), graph)

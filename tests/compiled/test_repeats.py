@@ -95,7 +95,31 @@ def several(x, y, *batches):
     return [y, low]
 
 
-FUNCTIONS = [descend, views, unequal, saved, writes, several]
+def normalised(x, y, *batches):
+    """The statistics, three results of one operation, go from all steps to the end."""
+    kept, weight = [], torch.ones_like(x)
+    for b in batches:
+        rows = torch.stack([y, y.sin(), b])
+        rows, *statistics = torch.native_batch_norm(rows, weight, x, None, None, True, 0.1, 1e-5)
+        y = one(y, x, b) + rows.tanh().mean(0)
+        kept += statistics
+    return [y, torch.stack(kept).sum()]
+
+
+def counted(x, y, *batches):
+    """Each part writes into a tensor of its own, as the count of batches of a normalisation."""
+    counts = []
+    for b in batches:
+        count = x.clone()
+        rows = count.view(1, 5)
+        y = one(y, x, b)
+        count.add_(1)
+        y = y + rows.sum() * 0.01 + count.mul_(2).mean()
+        counts += [count, rows]
+    return [y, sum(c.sum() for c in counts), counts[0] * 3, counts[3] * 2]
+
+
+FUNCTIONS = [counted, normalised, descend, views, unequal, saved, writes, several]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
