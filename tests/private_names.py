@@ -164,7 +164,7 @@ NAMES = [
     ),
     Name(
         "torch._compile._disable_dynamo",
-        "optimizer/hooks.py",
+        "optimizer/hooks.py hypergradient/layer.py",
         "torch.compiler.disable imports torch._dynamo when a class is defined; this does when it is needed",
         "torch.compiler.disable, once it waits likewise",
     ),
@@ -240,6 +240,18 @@ NAMES = [
         "compiled/backend.py",
         "compiles a graph; what it makes is called again without the 40 us of torch.compile around it",
         "torch.compiler.compile of a graph, should it come",
+    ),
+    Name(
+        '"_schema"',
+        "compiled/repeats.py",
+        "whether an operation writes into a tensor or returns a view, which the body of a call must not",
+        "torch.library, should it tell",
+    ),
+    Name(
+        "torch._higher_order_ops.invoke_subgraph.invoke_subgraph",
+        "compiled/repeats.py",
+        "Inductor compiles the body of a call once, however often a graph has it: 50 lower steps in the time of a few",
+        "torch.compiler.nested_compile_region, which is for code that Dynamo traces, once graphs may have it",
     ),
     Name(
         "torch._dynamo.backends.registry.lookup_backend",

@@ -55,6 +55,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "neumann": {"linear_solver": "neumann", "linear_steps": 200},
         "fixed-point": {"linear_solver": "fixed_point", "linear_steps": 200},
         "differences": {"hvp": "finite-difference", "linear_steps": 30},
+        "direction": {"linear_steps": 30, "keep_direction": True},
     },
     "ANIL": {"": {}},
     "AmIGO": {"": {"linear_steps": 40}},

@@ -111,16 +111,16 @@ def test_stochastic_estimates_are_judged_by_their_mean():
     problem = Cleaning(form="batches")
     optimizer = bo.AID(problem.x, problem.y, lr=0.1, lower_lr=0.5, lower_steps=30)
     drawn = str([o.state_dict() for o in problem.objectives])
-    report = bo.check_hypergradient(optimizer, *problem.losses, rtol=1.0, repeats=8)
-    assert report.repeats == 8
+    report = bo.check_hypergradient(optimizer, *problem.losses, rtol=1.0, repeats=4)
+    assert report.repeats == 4
     assert report.std > 0
-    assert report.standard_error == pytest.approx(report.std / 8**0.5)
+    assert report.standard_error == pytest.approx(report.std / 4**0.5)
     assert report.cosine > 0.5
     assert str([o.state_dict() for o in problem.objectives]) == drawn
     report = check(bo.PZOBO, Tasks(m=3), 20, 8, rtol=0.3, directions=8)
     assert report.std > 0
     assert report.repeats == 8
-    report = check(bo.AID, Tasks(m=3), 20, 12, rtol=0.3, lower_batch=2, upper_batch=2, linear_steps=20)
+    report = check(bo.AID, Tasks(m=3), 20, 8, rtol=0.3, lower_batch=2, upper_batch=2, linear_steps=20)
     assert report.std > 0
     assert report.cosine > 0.9
 
@@ -461,7 +461,7 @@ def test_a_budget_leaves_out_what_it_can(monkeypatch):
     def check_until(text):
         shown.clear()
         monkeypatch.setattr(TimeLimit, "over", property(lambda self: any(line.startswith(text) for line in shown)))
-        options = {"rtol": 1e3, "repeats": 10**6, "reference": "differences", "directions": 3}
+        options = {"rtol": 1e3, "repeats": 10**6, "reference": "differences", "directions": 2}
         return bo.check_hypergradient(optimizer, *problem.losses, **options)
 
     report = check_until("estimate 3")
@@ -526,7 +526,7 @@ def test_a_sample_of_several_batches_is_checked_as_it_is_drawn():
     optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.2, lower_steps=40, linear_steps=9)
     one, all_six = (
         bo.check_hypergradient(
-            optimizer, lambda: (y - 1).square().sum(), bo.Objective(lower, data, accumulate=k), repeats=8
+            optimizer, lambda: (y - 1).square().sum(), bo.Objective(lower, data, accumulate=k), repeats=4
         )
         for k in (1, 6)
     )
@@ -554,7 +554,7 @@ def test_a_wrong_second_derivative_is_no_fault_of_a_first_order_method(start):
     A, b = torch.randn(20, 3, generator=seeded(0)).double(), torch.randn(20, generator=seeded(1)).double()
     x, y = (torch.full((3,), v, dtype=torch.float64, requires_grad=True) for v in (-1.0, start))
     losses = lambda: (y - 1).square().sum(), lambda: (A @ y - b).square().mean() + x.exp() @ _WrongSecond.apply(y)
-    optimizer = bo.F2SA([x], [y], lr=0.1, lower_steps=300, nu=1e-3)
+    optimizer = bo.F2SA([x], [y], lr=0.1, lower_steps=100, nu=1e-3)
     assert bo.check_hypergradient(optimizer, *losses).verdict == "right"
     with pytest.raises(GradcheckError, match="second derivative"):
-        bo.check_hypergradient(bo.AID([x], [y], lr=0.1, lower_steps=300, linear_steps=10), *losses)
+        bo.check_hypergradient(bo.AID([x], [y], lr=0.1, lower_steps=100, linear_steps=10), *losses)

@@ -237,7 +237,7 @@ def written(root):
 def test_a_folder_of_your_own(tmp_path):
     written(tmp_path / "books")
     given = [*RUN.split(), "--text", str(tmp_path / "books"), "--target", "wanted", "--optimizer", "f2sa"]
-    given += ["--steps", "20", "--lr", "0.2", "--out", str(tmp_path), "--batch", "12"]
+    given += ["--steps", "20", "--lr", "0.2", "--seeds", "1", "--out", str(tmp_path), "--batch", "12"]
     numbers = program.main(given)
     assert numbers["sources"] == ["like", "other"]
     found = numbers["mixtures"]["f2sa"]["weights"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from recipes.benchmarks import difference_steps, hard_cases, peers
+from recipes.benchmarks import difference_steps, hard_cases, layers, peers
 from recipes.problems.hard import CASES, solve
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -84,12 +84,18 @@ def line(cls, upper=None, lower=None, steps=3, curvature=2.0, **options):
 def test_signs_of_a_lower_problem_that_is_not_solved():
     found = line(bo.AID, linear_steps=10).metrics()
     assert found["predicted_change"] == pytest.approx(-3 * 0.8**3)  # f(y*) - f(y), y* = 0
+    assert found["predicted_bound"] == pytest.approx(3 * 0.8**3)
     assert found["linear_curvature"] == pytest.approx(2)
     assert line(bo.AID, linear_solver="direct").metrics()["linear_curvature"] == pytest.approx(2)
     assert line(bo.ITD).metrics()["start_influence"] == pytest.approx(0.8**3)
     assert line(bo.ITD, truncate=2).metrics()["start_influence"] == pytest.approx(0.8**2)
     assert line(bo.PZOBO).metrics()["response_residual"] == pytest.approx(0.8**2)
     assert line(bo.PZOBO, difference="central").metrics()["response_residual"] == pytest.approx(0.8**2)
+    found = line(bo.PZOBO).metrics()
+    # The gradient fell from 2 to 1.28 on the way from 1 to 0.512.
+    left = 3 * (0.512 - 1) * 1.28 / 0.72
+    assert (found["lower_growth"], found["predicted_change"]) == pytest.approx((0.64, left))
+    assert line(bo.PZOBO, curvature=-2.0).metrics()["lower_growth"] == pytest.approx(1.2**2)
     found = line(bo.SOBA).metrics()  # the first v is 0.3
     assert (found["linear_residual"], found["linear_right_side"]) == pytest.approx((2.4, 3))
 
@@ -98,6 +104,49 @@ def test_signs_of_a_lower_problem_that_is_not_solved():
 def test_the_part_that_copies_leave_unsolved_is_that_of_the_last_lower_step(order):
     # In one dimension the bound is exact. The last gradient is that before the third step.
     assert line(bo.F2SA, order=order, nu=1e-3).metrics()["linear_relative_residual"] == pytest.approx(0.8**2, rel=1e-6)
+
+
+@pytest.mark.parametrize("order", [1, 3, 4])
+def test_two_differences_show_a_nu_that_is_too_large(order):
+    """With f = y^2 / 2 and g = (y - 1)^2 / 2 the copies are 1 / (1 + j nu)."""
+    x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    optimizer = bo.F2SA([x], [y], lr=1.0, lower_lr=0.5, lower_steps=80, order=order, nu=0.2)
+    optimizer.backward(lambda: y.square().sum() / 2, lambda: (y - 1 - x).square().sum() / 2)
+    copies = {j: 1 / (1 + 0.2 * j) for j in range(-2, 4)}
+    if order == 1:
+        f, g = ([of(copies[j]) for j in (0, 1)] for of in (lambda y: y * y / 2, lambda y: (y - 1) ** 2 / 2))
+        expected = abs(f[1] - f[0] + 10 * (g[1] - g[0])) / abs(f[1] - f[0])
+    elif order == 3:
+        one, other = (-11 / 6, 3, -3 / 2, 1 / 3), (-3 / 2, 2, -1 / 2, 0)
+        one, other = (sum(c * copies[j] for j, c in enumerate(own)) for own in (one, other))
+        expected = abs(one - other) / abs(one)
+    else:
+        other = (copies[1] - copies[-1]) / 2
+        one = (8 * (copies[1] - copies[-1]) - (copies[2] - copies[-2])) / 12
+        expected = abs(one - other) / abs(one)
+    assert optimizer.metrics()["difference_gap"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("steps", [10, 50, 400])
+@pytest.mark.parametrize("order", [2, 4])
+def test_copies_that_leave_a_saddle_are_told(order, steps):
+    case = CASES["saddle of g"].make()
+    x, y = (t.clone().requires_grad_() for t in (case.x, case.y))
+    optimizer = bo.F2SA([x], [y], lr=1.0, lower_steps=steps, order=order)
+    with pytest.warns(bo.BilevelWarning, match="went apart from their common start"):
+        optimizer.backward(lambda: case.f(x, y), lambda: case.g(x, y))
+
+
+def test_paths_that_do_not_respond_are_told():
+    case = CASES["saddle of g"].make()
+    assert hard_cases.judge(case, "PZOBO", {})["verdict"] == "warned"  # its error was 0 / 0
+
+
+def test_a_minimum_without_curvature_is_shown():
+    """f hardly changes on the way to y*, but the hypergradient by a tenth."""
+    cell = hard_cases.judge(CASES["a minimum without curvature"].make(), "AID", {})
+    assert cell["verdict"] == "shown"
+    assert cell["error"] > 0.09
 
 
 @pytest.mark.parametrize("solver", ["minres", "direct"])
@@ -159,6 +208,8 @@ def test_pages_are_those_of_the_records():
     assert RECORD["results"].keys() == CASES.keys()
     numbers = json.loads((DOCS / "records/difference_steps.json").read_text())
     assert (DOCS / "difference_steps.md").read_text() == difference_steps.page(numbers)
+    page, numbers = (DOCS / "howto/layer.md").read_text(), json.loads((DOCS / "records/layers.json").read_text())
+    assert page == layers.page(page, numbers)
 
 
 @pytest.mark.parametrize(

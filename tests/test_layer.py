@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from bilevel_optim.hypergradient import layer
 
 A, B = torch.randn(2, 7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TARGET = B[:, 0]
@@ -64,6 +65,32 @@ def test_a_solution_goes_into_a_second_problem():
     second = bo.solve(lambda z, y: (y - z.square()).square().sum() + y.square().sum(), first, torch.zeros(2))
     (first.sum() + second.sum()).backward()  # 3x + 9 x^2 / 2
     torch.testing.assert_close(x.grad, 3 + 9 * x.detach())
+
+
+def test_masks_and_indices_may_be_in_x():
+    rows, mask = torch.tensor([1, 0, 2]), torch.tensor([True, False, True])
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+    def loss(x, y):
+        return (x[2] * (y - x[0][x[1]].square()).square()).sum() + (~x[2] * (y - 1).square()).sum()
+
+    y = bo.solve(loss, (x, rows, mask), torch.zeros(3))
+    torch.testing.assert_close(y.detach(), torch.tensor([4.0, 1.0, 9.0]))
+    (slope,) = torch.autograd.grad(y.square().sum() / 2, x, create_graph=True)
+    torch.testing.assert_close(slope.detach(), torch.tensor([0.0, 16.0, 54.0]))
+    torch.testing.assert_close(torch.autograd.grad(slope.sum(), x)[0], torch.tensor([0.0, 24.0, 54.0]))
+
+
+def test_a_third_level():
+    """z = argmin (z - x y)^2 and y = argmin (y - 1)^2 + z^2 = 1 / (1 + x^2); f = y."""
+    x, y = torch.tensor(0.7, requires_grad=True), torch.tensor(0.0, requires_grad=True)
+
+    def lower():
+        z = bo.solve(lambda x, z: (z - x[0] * x[1]).square(), (x, y), torch.tensor(0.0))
+        return (y - 1).square() + z.square()
+
+    bo.AID([x], [y], lr=1.0, lower_lr=0.3, lower_steps=200).backward(lambda: y + 0 * x, lower)
+    torch.testing.assert_close(x.grad, -2 * x.detach() / (1 + x.detach().square()).square())
 
 
 def test_a_saddle_is_a_stationary_point_too_and_a_solver_of_ones_own_is_used():
@@ -159,3 +186,456 @@ def test_the_second_derivative_of_a_quadratic_problem_with_a_constant_hessian_is
     torch.testing.assert_close(first, torch.full((2,), 3.0))
     if first.requires_grad:
         torch.testing.assert_close(torch.autograd.grad(first.sum(), x)[0], torch.zeros(2))
+
+
+# With a proximal function. The references are dense: they know which entries are free, and solve for these alone.
+
+
+def soft(z, threshold):
+    return z.sign() * (z.abs() - threshold).clamp(min=0)
+
+
+def simplex(z):
+    ordered = z.sort(dim=-1, descending=True).values
+    excess = (ordered.cumsum(-1) - 1) / torch.arange(1, z.shape[-1] + 1)
+    return (z - excess.gather(-1, (ordered > excess).sum(-1, keepdim=True) - 1)).clamp(min=0)
+
+
+def least_squares(x, y):
+    return (x[0].exp() * (A @ y - TARGET) ** 2).sum() / 2
+
+
+def normal_equations(x):
+    weights = x[0].exp()
+    return A.T @ (weights[:, None] * A), A.T @ (weights * TARGET)
+
+
+def penalised_x():
+    return torch.linspace(-0.5, 0.5, 7).requires_grad_(), torch.tensor([0.5, 1.5, -1.0, 0.0], requires_grad=True)
+
+
+def sparse_reference(x, y, ridge=0.0):
+    """Return the minimiser of least squares + sum_j e^(x_j) |y_j| + ridge |y|^2 / 2 with the signs of y."""
+    (matrix, right), signs, free = normal_equations(x), y.detach().sign(), y.detach() != 0
+    matrix = matrix[free][:, free] + ridge * torch.eye(int(free.sum()))
+    found = torch.linalg.solve(matrix, (right - x[1].exp() * signs)[free])
+    return torch.zeros(4).masked_scatter(free, found)
+
+
+def bounded_reference(x, y, low, high):
+    """Return the minimiser of least squares with the free entries of y between bounds."""
+    matrix, right = normal_equations(x)
+    fixed = torch.where(y <= low, low, high)
+    free = (y.detach() > low) & (y.detach() < high)
+    fixed = torch.where(free, 0.0, fixed)
+    found = torch.linalg.solve(matrix[free][:, free], (right - matrix @ fixed)[free])
+    return torch.where(free, torch.zeros(4).masked_scatter(free, found), fixed)
+
+
+def assert_same_gradients(solved, reference, make_x, rtol=1e-8):
+    """Compare y and all its derivatives with those of a dense reference, which is called with x and y."""
+    x = make_x()
+    y = solved(x)
+    torch.testing.assert_close(y, reference(x, y), rtol=1e-10, atol=1e-12)
+    for b in torch.eye(y.numel()).view(-1, *y.shape):
+        x, same = make_x(), make_x()
+        y = solved(x)
+        options = {"allow_unused": True, "materialize_grads": True}
+        ours, truth = (torch.autograd.grad(t, v, b, **options) for t, v in ((y, x), (reference(same, y), same)))
+        torch.testing.assert_close(ours, truth, rtol=rtol, atol=1e-10)
+
+
+def lasso(x, **options):
+    return bo.solve(least_squares, x, torch.zeros(4), proximal=lambda x, z, s: soft(z, s * x[1].exp()), **options)
+
+
+def elastic_net(x, ridge=0.7):
+    def proximal(x, z, step):
+        return soft(z, step * x[1].exp()) / (1 + step * ridge)
+
+    return bo.solve(least_squares, x, torch.zeros(4), proximal=proximal)
+
+
+def test_sparse_solutions_have_the_support_and_the_derivatives_of_the_dense_reference():
+    assert 0 < int((lasso(penalised_x()) == 0).sum()) < 4
+    assert_same_gradients(lasso, sparse_reference, penalised_x)
+
+
+def test_a_proximal_function_that_is_no_projection():
+    assert 0 < int((elastic_net(penalised_x()) == 0).sum()) < 4
+    assert_same_gradients(elastic_net, lambda x, y: sparse_reference(x, y, ridge=0.7), penalised_x)
+
+
+def test_bounds_that_are_active_and_depend_on_x():
+    def solved(x):
+        return bo.solve(least_squares, x, torch.zeros(4), proximal=lambda x, z, _: z.clamp(-x[1].exp(), x[2]))
+
+    def make_x():
+        return (
+            torch.linspace(-1, 1, 7).requires_grad_(),
+            torch.tensor(-3.0, requires_grad=True),
+            torch.tensor([0.1] * 4, requires_grad=True),
+        )
+
+    y = solved(make_x())
+    assert (y == 0.1).any()
+    assert (y == -torch.tensor(-3.0).exp()).any()
+    assert_same_gradients(solved, lambda x, y: bounded_reference(x, y, -x[1].exp(), x[2]), make_x)
+
+
+def test_nonnegative_least_squares():
+    def solved(x):
+        return bo.solve(least_squares, x, torch.ones(4), proximal=lambda x, z, _: z.clamp(min=0))
+
+    def make_x():
+        return (torch.linspace(-1, 1, 7).requires_grad_(),)
+
+    assert 0 < int((solved(make_x()) == 0).sum()) < 4
+    infinite = torch.tensor(torch.inf)
+    assert_same_gradients(solved, lambda x, y: bounded_reference(x, y, torch.tensor(0.0), infinite), make_x)
+
+
+def test_a_batch_of_projections_onto_the_simplex():
+    matrix = A.T @ A
+    start = torch.tensor([[0.7, 0.4, -0.3, 0.2], [0.1, 3.0, 0.3, 0.2], [-3.0, 0.4, 2.9, -0.2]])
+
+    def solved(x):
+        def loss(x, y):
+            return ((y @ matrix) * y).sum() / 2 - (x * y).sum()
+
+        return bo.solve(loss, x[0], torch.full((3, 4), 0.25), proximal=lambda x, z, _: simplex(z))
+
+    def reference(x, y):  # the conditions of optimality of the free entries: gradient = multiplier, sum = 1
+        rows = []
+        for row, at in zip(x[0], y.detach(), strict=True):
+            free = at > 0
+            ones = torch.ones(int(free.sum()), 1)
+            system = torch.cat([torch.cat([matrix[free][:, free], ones], 1), torch.cat([ones.T, torch.zeros(1, 1)], 1)])
+            found = torch.linalg.solve(system, torch.cat([row[free], torch.ones(1)]))[:-1]
+            rows.append(torch.zeros(4).masked_scatter(free, found))
+        return torch.stack(rows)
+
+    y = solved((start,))
+    assert ((y == 0).sum(1) > 0).all()
+    assert ((y > 0).sum(1) > 1).any()
+    assert_same_gradients(solved, reference, lambda: (start.clone().requires_grad_(),))
+
+
+def group_lasso(x, y=(2, 2), ridge=0.0):
+    """Two groups, one tensor for each; the proximal function is curved and not diagonal."""
+
+    def loss(x, y):
+        return least_squares(x, torch.cat(y)) + ridge * sum(t.pow(4).sum() for t in y)
+
+    def proximal(x, z, step):
+        return tuple(t * (1 - step * p.exp() / t.norm()).clamp(min=0) for t, p in zip(z, x[1], strict=True))
+
+    return bo.solve(loss, x, tuple(torch.ones(n) for n in y), proximal=proximal)
+
+
+def test_groups_with_a_curved_proximal_function():
+    def make_x():
+        return torch.linspace(-0.5, 0.5, 7).requires_grad_(), torch.tensor([0.5, 2.0], requires_grad=True)
+
+    def reference(x, y):  # one Newton step of the free group's conditions has the value and the derivative
+        (matrix, right), free = normal_equations(x), y.detach() != 0
+        at = y.detach()[free]
+        unit, norm = at / at.norm(), at.norm()
+        penalty = x[1].exp()[free[::2]]
+        assert penalty.numel() == 1
+        curvature = matrix[free][:, free] + penalty * (torch.eye(2) - torch.outer(unit, unit)) / norm
+        slope = matrix[free][:, free] @ at - right[free] + penalty * unit
+        return torch.zeros(4).masked_scatter(free, at - torch.linalg.solve(curvature.detach(), slope))
+
+    assert [bool((t == 0).all()) for t in group_lasso(make_x())] == [False, True]
+    assert_same_gradients(lambda x: torch.cat(group_lasso(x)), reference, make_x)
+
+
+def test_second_derivatives_with_a_proximal_function():
+    assert torch.autograd.gradgradcheck(lambda *x: elastic_net(x), penalised_x())
+    x = torch.linspace(-0.5, 0.5, 7).requires_grad_(), torch.tensor([-1.0, -2.0], requires_grad=True)
+    assert all((t != 0).all() for t in group_lasso(x, ridge=1.0))
+    assert torch.autograd.gradcheck(lambda *x: group_lasso(x, ridge=1.0), x)
+    assert torch.autograd.gradgradcheck(lambda *x: group_lasso(x, ridge=1.0), x)
+
+
+def test_third_derivatives_with_a_proximal_function():
+    x = penalised_x()
+
+    def slopes(*x):
+        y = elastic_net(x).square().sum()
+        first = torch.autograd.grad(y, x, create_graph=True)
+        second = torch.autograd.grad(sum(t.square().sum() for t in first), x, create_graph=True)
+        return second
+
+    assert torch.autograd.gradcheck(slopes, x)
+    assert all(t.abs().max() > 0.01 for t in slopes(*x))
+
+
+def test_a_logistic_loss_whose_curvature_grows_on_the_way():
+    labels = torch.tensor([1.0, 0, 1, 1, 0, 1, 0])
+
+    def loss(x, y):
+        return torch.nn.functional.softplus(-(2 * labels - 1) * (A @ y)).sum() + (y - 3).exp().sum() + y.pow(4).sum()
+
+    def solved(x):
+        return bo.solve(loss, x, torch.full((4,), -9.0), proximal=lambda x, z, s: soft(z, s * x.exp()))
+
+    x = torch.tensor([0.1, 0.2, 0.3, -3.0], requires_grad=True)
+    assert 0 < int((solved(x) == 0).sum()) < 4
+    assert torch.autograd.gradcheck(solved, (x,))
+
+
+def test_a_linear_loss_with_a_curved_proximal_function():
+    x = torch.tensor([3.0, -0.5, -2.0], requires_grad=True)  # x y + y^2 / 2 + |y|: y = soft(-x, 1)
+    y = bo.solve(lambda x, y: (x * y).sum(), x, torch.zeros(3), proximal=lambda x, z, s: soft(z, s) / (1 + s))
+    torch.testing.assert_close(y.detach(), torch.tensor([-2.0, 0.0, 1.0]))
+    (slope,) = torch.autograd.grad(y, x, torch.tensor([1.0, 10.0, 100.0]))
+    torch.testing.assert_close(slope, torch.tensor([-1.0, 0.0, -100.0]))
+
+
+def test_a_loss_that_is_defined_inside_the_constraints_only():
+    x = torch.tensor([0.3, 0.01, 2.0], requires_grad=True)  # y - x log y, y >= 0.1: y = max(x, 0.1)
+
+    def loss(x, y):
+        return (y - x * y.log()).sum()
+
+    y = bo.solve(loss, x, torch.full((3,), 5.0), proximal=lambda x, z, _: z.clamp(min=0.1))
+    torch.testing.assert_close(y.detach(), x.detach().clamp(min=0.1))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.tensor([1.0, 0.0, 1.0]))
+
+
+def test_sparse_solutions_in_single_precision():
+    def make_x():
+        return tuple(t.detach().float().requires_grad_() for t in penalised_x())
+
+    def loss(x, y):
+        return (x[0].exp() * (A.float() @ y - TARGET.float()) ** 2).sum() / 2
+
+    x = make_x()
+    y = bo.solve(loss, x, torch.zeros(4, dtype=torch.float32), proximal=lambda x, z, s: soft(z, s * x[1].exp()))
+    assert y.dtype == torch.float32
+    same = penalised_x()
+    truth = sparse_reference(same, y.double())
+    torch.testing.assert_close(y.double(), truth, rtol=1e-5, atol=1e-6)
+    ours, right = (torch.autograd.grad(t.square().sum(), v) for t, v in ((y, x), (truth, same)))
+    torch.testing.assert_close([t.double() for t in ours], [*right], rtol=1e-5, atol=1e-6)
+
+
+def test_badly_conditioned_sparse_problems_are_solved_to_rounding():
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.randn(40, 120, generator=generator) * 0.5 + torch.randn(40, 1, generator=generator)
+    target = wide[:, :6] @ torch.ones(6)
+    x = torch.tensor(0.5, requires_grad=True)
+    y = bo.solve(
+        lambda x, y: (wide @ y - target).square().sum() / 2,
+        x,
+        torch.zeros(120),
+        proximal=lambda x, z, s: soft(z, s * x.exp()),
+    )
+    free, signs = y.detach() != 0, y.detach().sign()
+    matrix = wide[:, free].T @ wide[:, free]
+    same = x.detach().clone().requires_grad_()
+    found = torch.linalg.solve(matrix, wide[:, free].T @ target - same.exp() * signs[free])
+    assert (wide.T @ (target - wide @ y.detach())).abs().max() <= x.exp() * (1 + 1e-9)  # the support is right
+    torch.testing.assert_close(y[free], found, rtol=1e-8, atol=1e-10)
+    ours, right = torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(found.sum(), same)[0]
+    torch.testing.assert_close(ours, right, rtol=1e-7, atol=0)
+
+
+def test_newton_steps_keep_zeros_and_bounds():
+    wide = torch.randn(50, 100, generator=torch.Generator().manual_seed(0))
+    target = wide[:, :6] @ torch.ones(6)
+    penalty = (wide.T @ target).abs().max() / 3
+
+    def solved(steps):
+        return bo.solve(
+            lambda x, y: (wide @ y - x).square().sum() / 2,
+            target,
+            torch.zeros(100),
+            proximal=lambda x, z, s: soft(z, s * penalty),
+            steps=steps,
+        )
+
+    y, exact = solved(layer.FIRST_NEWTON), solved(2000)  # the former ends with Newton's method
+    torch.testing.assert_close(y, exact, rtol=1e-10, atol=0)
+    assert 80 < int((y == 0).sum()) < 100
+
+
+def test_newton_steps_find_the_support_of_a_badly_conditioned_problem():
+    generator = torch.Generator().manual_seed(0)
+    tall = torch.randn(100, 1, generator=generator) + torch.randn(100, 30, generator=generator) / 10
+    target = tall[:, :8].mean(1) + torch.randn(100, generator=generator) / 10
+    y = bo.solve(
+        lambda x, y: (tall @ y - x).square().sum() / 2,
+        target,
+        torch.zeros(30),
+        proximal=lambda x, z, _: simplex(z),
+        steps=2 * layer.FIRST_NEWTON,
+    )
+    slope = tall.T @ (tall @ y - target)
+    free = y > 0
+    assert 2 < int(free.sum()) < 20
+    torch.testing.assert_close(slope[free], slope.min().expand(int(free.sum())), rtol=0, atol=1e-10)
+
+
+def test_accelerated_steps_are_restarted(monkeypatch):
+    monkeypatch.setattr(layer, "FIRST_NEWTON", 10**9)
+    curvature, x = torch.logspace(0, 4, 20), torch.linspace(-1, 1, 20)
+    y = bo.solve(
+        lambda x, y: (curvature * (y - x).square()).sum(),
+        x,
+        torch.zeros(20),
+        proximal=lambda x, z, _: z.clamp(-0.5, 0.5),
+        steps=2000,
+    )
+    torch.testing.assert_close(y, x.clamp(-0.5, 0.5), rtol=1e-10, atol=0)
+
+
+def test_momentum_out_of_the_domain_of_the_loss(monkeypatch):
+    monkeypatch.setattr(layer, "FIRST_NEWTON", 10**9)
+    x, seen = torch.tensor([3.0, 1e-4]), []
+
+    def loss(x, y):
+        value = 50 * (y[0] - x[0]).square() + y[1] - x[1] * y[1].sqrt()
+        seen.append(bool(value.isnan()))
+        return value
+
+    y = bo.solve(loss, x, torch.tensor([0.0, 5.0]), proximal=lambda x, z, _: z.clamp(min=0.1))
+    assert any(seen)
+    torch.testing.assert_close(y, torch.tensor([3.0, 0.1]))
+
+
+def test_a_start_out_of_the_domain_of_the_loss_is_told():
+    with pytest.warns(bo.BilevelWarning, match="the lower problem of solve is not solved"):
+        bo.solve(
+            lambda x, y: (y - x * y.sqrt()).sum(),
+            torch.ones(1),
+            -torch.ones(1),
+            proximal=lambda x, z, _: z.clamp(min=0.1),
+        )
+
+
+def test_a_sparse_solution_of_a_solver_of_ones_own():
+    x = penalised_x()
+    exact = lasso(x).detach()
+    y = lasso(x, minimiser=lambda loss, y: exact)
+    (ours, truth) = (torch.autograd.grad(t.sum(), x) for t in (y, lasso(x)))
+    torch.testing.assert_close(ours, truth)
+    with pytest.warns(bo.BilevelWarning, match="a proximal gradient step changes y by"):
+        lasso(x, minimiser=lambda loss, y: exact + 1e-3)
+
+
+def test_a_sparse_problem_without_a_minimum_or_with_many_is_told():
+    x = torch.ones(2, requires_grad=True)
+    with pytest.warns(bo.BilevelWarning, match="the lower problem of solve is not solved"):
+        bo.solve(lambda x, y: -(x * y).sum(), x, torch.zeros(2), proximal=lambda x, z, _: z.clamp(min=0))
+    y = bo.solve(lambda x, y: (y.sum() - x.sum()).square(), x, torch.zeros(2), proximal=lambda x, z, s: soft(z, s))
+    with pytest.warns(bo.BilevelWarning, match="the linear system of solve is not solved"):
+        y[0].backward()
+
+
+def test_a_function_that_is_no_proximal_function_is_told():
+    turn = torch.tensor([[0.0, -0.5], [0.5, 0.0]])  # the derivative of a proximal function is symmetric
+    x, curvature = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([1.0, 0.3])
+    with pytest.warns(bo.BilevelWarning, match="the lower problem of solve is not solved"):
+        y = bo.solve(
+            lambda x, y: (curvature * (y - x).square()).sum() / 2,
+            x,
+            torch.zeros(2),
+            proximal=lambda x, z, _: turn @ z,
+        )
+    with pytest.warns(bo.BilevelWarning, match="the linear system of solve is not solved"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("proximal", "text"),
+    [
+        (lambda x, z, s: z.detach(), "Invalid proximal result: a constant"),
+        (
+            lambda x, z, s: z[:1],
+            r"Invalid proximal result: float64 of shape \(1,\) \(it must be like y: float64 of shape \(2,",
+        ),
+        (lambda x, z, s: z.float(), r"Invalid proximal result: float32 of shape \(2,\)"),
+        (lambda x, z, s: None, r"Invalid proximal result: NoneType"),
+        (lambda x, z, s: (z, z), r"Invalid proximal result: float64 of shape \(2,\), float64 of shape \(2,\) \("),
+    ],
+)
+def test_proximal_functions_without_a_derivative_or_of_another_form(proximal, text):
+    with pytest.raises(ValueError, match=text):
+        bo.solve(lambda x, y: (x - y).square().sum(), torch.ones(2), torch.zeros(2), proximal=proximal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("n", "m"), [(200, 60), (100, 300)])
+def test_correlated_features_are_no_end_of_the_proximal_steps(dtype, n, m):
+    generator = torch.Generator().manual_seed(n)
+    features = torch.randn(n, m, generator=generator) + 2 * torch.randn(n, 1, generator=generator)
+    targets = features[:, :5].sum(1) + torch.randn(n, generator=generator)
+    weights = torch.randn(m, generator=generator)
+
+    def solved(dtype):
+        own, x = features.to(dtype), torch.tensor(0.1, dtype=dtype, requires_grad=True)
+        y = bo.solve(
+            lambda x, y: (own @ y - targets.to(dtype)).square().sum() / (2 * n),
+            x,
+            torch.zeros(m, dtype=dtype),
+            proximal=lambda x, z, s: soft(z, s * x),
+        )
+        return y.detach(), torch.autograd.grad((y * weights).sum(), x)[0]
+
+    y, gradient = solved(dtype)
+    truth = solved(torch.float64)[0]
+    slope = features.T @ (features @ truth - targets) / n
+    used = truth != 0  # the conditions of optimality, and the closed form on the support
+    torch.testing.assert_close(slope[used], -0.1 * truth[used].sign(), rtol=1e-8, atol=1e-8)
+    assert bool((slope[~used].abs() < 0.1).all())
+    hessian = features[:, used].T @ features[:, used] / n
+    right = -weights[used] @ torch.linalg.solve(hessian, truth[used].sign())
+    assert torch.equal(y != 0, used)
+    torch.testing.assert_close(gradient.double(), right, rtol=1e-3 if dtype == torch.float32 else 1e-8, atol=0)
+
+
+def test_small_steps_far_from_the_solution_are_told():
+    scales = torch.tensor([1.0, 1e-8])  # a proximal gradient step changes the second entry by 1e-8 of its error
+
+    def loss(x, y):
+        return (scales * (y - x).square()).sum() / 2
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.warns(bo.BilevelWarning, match="but Newton's method by 0.5 of"):
+        bo.solve(
+            loss,
+            x,
+            torch.zeros(2),
+            proximal=lambda x, z, s: z.clamp(-9, 9),
+            minimiser=lambda loss, y: torch.tensor([1 - 1e-9, 0.5]),
+        )
+
+
+def test_a_threshold_without_the_step_is_told():
+    with pytest.warns(bo.BilevelWarning, match="proximal does not fit its step: .* but half of it by"):
+        bo.solve(
+            lambda x, y: (A @ y - TARGET).square().sum() / 2,
+            torch.ones(4, requires_grad=True),
+            torch.zeros(4),
+            proximal=lambda x, z, s: soft(z, 0.1 * x),
+        )
+
+
+def test_inference_mode_is_refused():
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"torch.inference_mode\(\) is on"):
+        bo.solve(ridge, start(), torch.zeros(4))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
+@pytest.mark.parametrize("proximal", [None, lambda x, z, s: z.clamp(max=0.5)])
+def test_a_program_with_a_layer_is_compiled(proximal):
+    def program(x):
+        return bo.solve(lambda x, y: (y - x).square().sum(), x.sin(), torch.zeros(3), proximal=proximal).square().sum()
+
+    x = torch.tensor([0.1, 1.0, -2.0], requires_grad=True)
+    (ours,) = torch.autograd.grad(torch.compile(program, backend="eager")(x), x)
+    right = 2 * x.sin() * x.cos() * (torch.tensor([1.0, 0.0, 1.0]) if proximal else 1.0)
+    torch.testing.assert_close(ours, right.detach())

@@ -18,10 +18,15 @@ from .problems import Quadratic, same, seeded, values
 suggest = partial(bo.suggest, max_seconds=600)  # of a busy machine
 
 
+RATES = module.RATES
+
+
 @pytest.fixture(autouse=True)
 def short(monkeypatch, request):
-    """Trials of few gradients."""
+    """Trials of few gradients, and of few rates."""
     least = 40 if request.config.getoption("--slow") else 12
+    if not request.config.getoption("--slow"):
+        monkeypatch.setattr(module, "RATES", {"SGD": 5, "Adam": 3})
     monkeypatch.setattr(module, "BUDGETS", (least, 2 * least, 4 * least))
     monkeypatch.setattr(module, "LAST", 8 * least)
 
@@ -84,8 +89,9 @@ def penalized():
 
 @pytest.mark.filterwarnings("ignore:nu=")  # in proportion to the size of g
 @pytest.mark.parametrize("scale", [1e-3, pytest.param(1e3, marks=pytest.mark.slow)])
-def test_settings_reach_the_reported_values(scale):
+def test_settings_reach_the_reported_values(scale, monkeypatch):
     """At any size of g; a run of what `make` builds is the trial again, and three times the rate is stable too."""
+    monkeypatch.setattr(module, "RATES", RATES)
     problem = scaled(10.0, scale)
     x, y = problem.x[0], problem.y[0]
     f = lambda: (y - 1).square().sum() / 2 + x.square().sum() / 100  # noqa: E731
@@ -121,7 +127,7 @@ def test_settings_reach_the_reported_values(scale):
 
 def test_the_order_is_that_of_what_was_reached():
     x, y, f, g = penalized()
-    some = ("AID", "F2SA", "FirstOrder")
+    some = ("AID", "ITD", "FirstOrder")
     once, twice = (suggest([x], [y], f, g, methods=some) for _ in range(2))
     assert list(once.rows) == list(twice.rows)
     assert len(once.rows) > 1
@@ -164,8 +170,9 @@ def test_a_nonconvex_lower_problem_is_reported():
     assert "not convex in y at this point (smallest curvature -0.97)" in str(suggestion)
 
 
-def test_methods_that_are_not_suggested_have_a_reason():
+def test_methods_that_are_not_suggested_have_a_reason(monkeypatch):
     """A hypergradient that is mostly error."""
+    monkeypatch.setattr(module, "MOST_STEPS", 90)
     problem = scaled(1e3, 1.0)
     f = lambda: (problem.y[0] - 1).square().sum() / 2  # noqa: E731
     biased = suggest(problem.x, problem.y, f, problem.lower, methods=["ITD"])

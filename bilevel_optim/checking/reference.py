@@ -17,7 +17,7 @@ from ..oracle.differentiable import custom_operations
 from ..oracle.oracle import Oracle
 from ..oracle.session import Session
 from ..problem.objective import Sample
-from ..problem.vector import Vector
+from ..problem.vector import Vector, coarsest
 from ..solvers.linear import cg
 from .clock import TimeLimit, TimeUp
 from .differences import Slope, basis_or_normal, directions_for, flat, normal, rms, slope, unflat
@@ -239,7 +239,7 @@ class _Truth:
         )
         self.oracle, self.clock = oracle, clock
         self._upper, self._lower = oracle.f.samples(MAX_BATCHES), oracle.g.samples(MAX_BATCHES)
-        self._unit = torch.finfo(oracle.y[0].dtype).eps
+        self._unit = coarsest(oracle.y)
         self._factor: Tensor | None = None  # inverse of the lower Hessian at the solution, if it is formed
 
     def lower(self, y: Vector, x: Vector | None = None) -> tuple[Tensor, Vector]:

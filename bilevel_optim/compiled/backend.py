@@ -11,6 +11,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
+from .repeats import fold_repeats
 from .small_cpu import is_understood, listed
 
 __all__ = ["Backend", "Maker", "Program", "maker_of"]
@@ -53,6 +54,11 @@ def maker_of(backend: str | Backend, mode: str | None, options: dict[str, Any] |
     settings = {**(inductor.list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
 
     def compiled(module: GraphModule, fakes: list[Tensor], arguments: list[Tensor]) -> Program:
+        if backend == "inductor":
+            module = fold_repeats(module)
+        for part in module.modules():
+            for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+                node.meta = {}  # it holds tensors without values
         if backend != "inductor":
             made = _plainly(backend)(module, fakes)
             return Program(lambda arguments: made(*arguments))

@@ -320,8 +320,6 @@ def _simplified(module: GraphModule) -> tuple[list[tuple[str, int]], int]:
         places.append(position[node])
     output.args = (returned,)
     graph.eliminate_dead_code()
-    for node in graph.nodes:
-        node.meta = {}  # it holds tensors without values
     module.recompile()
     return places, len(returned)
 

@@ -8,6 +8,7 @@ the version of torch. Code that is not understood runs as Inductor has compiled 
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from operator import getitem, itemgetter
@@ -50,8 +51,9 @@ def listed(call: Callable[..., Any], example: Sequence[Any]) -> CallList | None:
     text = next((node for node in functions if node.lineno == code.co_firstlineno), None)
     if text is None:
         return None
+    parts = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     try:
-        found = _Listing(text, space).function()
+        found = _Listing(_inlined(text, parts), space).function()
     except _Unknown:
         return None
     if found.given != len(example):
@@ -77,6 +79,74 @@ def _are_identical(outputs: Sequence[Any], others: Sequence[Any], values: Sequen
 
 class _Unknown(Exception):
     """The code has an unknown form."""
+
+
+def _inlined(text: ast.FunctionDef, parts: dict[str, ast.FunctionDef]) -> ast.FunctionDef:
+    """Return a function with the statements of the subgraphs that it calls, each time under names of their own."""
+    lists: dict[str, list[ast.expr]] = {}
+    results: dict[str, list[ast.expr]] = {}  # of the calls
+    found: list[ast.stmt] = []
+    called = {_called(s.value) for s in text.body if isinstance(s, ast.Assign)} & parts.keys()
+    if not called:
+        return text
+    own = {_target(s) for s in text.body if isinstance(s, ast.Assign) and _called(s.value) in called}
+    for k, statement in enumerate(text.body):
+        target, value = (_target(statement), statement.value) if isinstance(statement, ast.Assign) else (None, None)
+        if target in own and isinstance(value, ast.BinOp):  # [None] * 3
+            continue
+        if target is not None and isinstance(value, ast.List):
+            names = [
+                f"{target}_{k}_{i}" for i in range(len(value.elts))
+            ]  # the given ones may be deleted before the call
+            found += [_assigned(name, given) for name, given in zip(names, value.elts, strict=True)]
+            lists[target] = [ast.Name(name, ast.Load()) for name in names]
+        elif target in own and isinstance(value, ast.Call):
+            (given,) = value.args
+            assert isinstance(value.func, ast.Name)
+            assert isinstance(given, ast.Name)
+            assert target is not None
+            statements, results[target] = _body(parts[value.func.id], lists[given.id], f"{target}_{k}_")
+            found += statements
+        elif isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name) and value.value.id in results:
+            found.append(_assigned(str(target), results[value.value.id][ast.literal_eval(value.slice)]))
+        elif isinstance(statement, ast.Delete):
+            left = [t for t in statement.targets if not {*_names(t)} & own]
+            found += [ast.Delete(left)] if left else []
+        else:
+            found.append(statement)
+    made = copy.copy(text)
+    made.body = found
+    return made
+
+
+def _body(part: ast.FunctionDef, given: list[ast.expr], prefix: str) -> tuple[list[ast.stmt], list[ast.expr]]:
+    """Return the statements of a subgraph for these arguments, and its results."""
+    part = copy.deepcopy(part)
+    argument = part.args.args[-1].arg
+    first, *rest = part.body
+    if not isinstance(first, ast.Assign) or argument not in _names(first.value):
+        raise _Unknown
+    names = _names(first.targets[0])
+    own = {*names, *(n for s in rest if isinstance(s, ast.Assign) for t in s.targets for n in _names(t))}
+    for node in ast.walk(part):
+        if isinstance(node, ast.Name) and node.id in own:
+            node.id = prefix + node.id
+    found = [_assigned(prefix + name, value) for name, value in zip(names, given, strict=True)]
+    last = rest.pop()
+    if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Tuple):
+        raise _Unknown
+    kept = {*_names(last.value)}
+    for statement in rest:
+        if isinstance(statement, ast.Delete):  # results go on under other names
+            left = [t for t in statement.targets if not {*_names(t)} & kept]
+            found += [ast.Delete(left)] if left else []
+        elif ast.unparse(statement) != f"{argument}.clear()":
+            found.append(statement)
+    return found, last.value.elts
+
+
+def _assigned(name: str, value: ast.expr) -> ast.stmt:
+    return ast.Assign([ast.Name(name, ast.Store())], value)
 
 
 class _Aliases:

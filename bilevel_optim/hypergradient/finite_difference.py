@@ -10,7 +10,7 @@ from fractions import Fraction
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["KINDS", "Stencil", "stencil"]
+__all__ = ["KINDS", "Stencil", "inner_weights", "stencil"]
 
 KINDS = ("central", "forward", "centred")
 
@@ -69,6 +69,13 @@ def stencil(order: int, kind: str = "auto") -> Stencil:
             "takes any)"
         )
     return Stencil(kind, nodes, _derivative_weights(nodes), _interpolation_weights(nodes))
+
+
+def inner_weights(nodes: Sequence[int]) -> list[float]:
+    """Return the weights of the formula, of lower order, without the outermost nodes, which get zeros."""
+    inner = [j for j in nodes if abs(j) < max(map(abs, nodes))]
+    weights = dict(zip(inner, _derivative_weights(inner), strict=True))
+    return [float(weights.get(j, 0)) for j in nodes]
 
 
 def _derivative_weights(nodes: Sequence[int]) -> tuple[Fraction, ...]:

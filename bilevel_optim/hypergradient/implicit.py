@@ -47,8 +47,8 @@ HELP = {
     "with L the largest eigenvalue of the lower Hessian, which must have no negative one. Conjugate gradients need "
     "more linear_steps if H is ill-conditioned, and linear_solver='minres' if it is not positive definite",
     ROUNDED: "Use float64, a larger penalty in the lower loss, or damping=",
-    UNFINISHED: "Use more linear_steps. Where warm starts are used, later steps go on from this solution: "
-    "metrics()['linear_relative_residual'] shows whether they solve it",
+    UNFINISHED: "Use more linear_steps, or keep_direction=True of AID with conjugate gradients. Where warm starts are "
+    "used, later steps go on from this solution: metrics()['linear_relative_residual'] shows whether they solve it",
     NEARLY_SINGULAR: "Use linear_solver='minres', float64, a penalty in the lower loss, or damping=",
 }
 SINGULAR = "The lower Hessian is singular, or not finite itself. Add damping (damping=), or regularise the lower loss"
@@ -64,6 +64,7 @@ def implicit(
     lower_sample: Sample | None = None,
     dense: bool = False,
     check: bool = True,
+    keep_direction: bool = False,
 ) -> Estimate:
     r"""Estimate :math:`\nabla_x f - \nabla^2_{xy} g\, v` with :math:`\nabla^2_{yy} g\, v \approx \nabla_y f` at (x, y).
 
@@ -82,9 +83,10 @@ def implicit(
             `bo.linear.direct`. Default: False.
         check: evaluate the residual of v with one more product, in the same pass as the cross product. Otherwise it is
             what the solver says. With ``dense`` it needs no product. Default: True.
+        keep_direction: remember the last direction of `bo.linear.cg` too. Default: False.
 
     Returns:
-        Estimate whose memory holds v as ``"linear_solution"``.
+        Estimate whose memory holds v as ``"linear_solution"``, and with ``keep_direction`` ``"linear_direction"``.
     """
     loss, grad_x, grad_y = oracle.upper(upper_sample or oracle.f.draw(once=True))
     with oracle.lower_system(lower_sample or system_sample(oracle)) as system:
@@ -111,13 +113,17 @@ def implicit(
         **watched(oracle, result, said, dense=dense),
         **_measured(result.solution, product if check or dense else None, system.gradient, lanes=bool(lanes)),
     }
-    return Estimate(loss, grad_x - cross, diagnostics, {"linear_solution": result.solution})
+    memory = {"linear_solution": result.solution}
+    if keep_direction and result.direction is not None:
+        memory["linear_direction"] = result.direction
+    return Estimate(loss, grad_x - cross, diagnostics, memory)
 
 
 def _measured(v: Vector, product: Vector | None, slope: Vector, *, lanes: bool) -> dict[str, Tensor]:
     """Return the change of f if a Newton step solved the lower problem, and the curvature of g along v."""
     dot = Vector.lane_dot if lanes else Vector.dot
-    found = {"predicted_change": -dot(v, slope)}
+    norm = Vector.lane_norm if lanes else Vector.norm
+    found = {"predicted_change": -dot(v, slope), "predicted_bound": norm(v) * norm(slope)}
     if product is not None:
         square = dot(v, v)
         found["linear_curvature"] = dot(v, product) / square.clamp_min(torch.finfo(square.dtype).tiny)

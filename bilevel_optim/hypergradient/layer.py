@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ..errors import warn
+from ..problem.parameters import require_gradients
 from ..problem.vector import Vector
 from ..solvers import linear
 
@@ -17,8 +20,12 @@ __all__ = ["solve"]
 
 Loss = Callable[[Any, Any], Tensor]  # of x and y, each a tensor or a tuple
 Minimiser = Callable[[Callable[[Any], Tensor], Any], Any]
+Proximal = Callable[[Any, Any, float], Any]  # of x, y and the step
 NEWTON, NEWTON_PRODUCTS = 5, 100
-UNSOLVED = 1e-2  # relative residual of the linear system from which the gradient is said to be wrong
+FIRST_NEWTON = 20  # proximal steps before Newton's method is tried, and between two trials at least
+ROUNDING = 100  # times eps |y|: change of y in a proximal gradient step that rounding explains
+HALVINGS = 60  # of one proximal step
+UNSOLVED = 1e-2  # relative residual of the linear system, or error of y, from which the gradient is said to be wrong
 
 
 def solve(
@@ -26,8 +33,9 @@ def solve(
     x: Tensor | Sequence[Tensor],
     y: Tensor | Sequence[Tensor],
     *,
+    proximal: Proximal | None = None,
     minimiser: Minimiser | None = None,
-    steps: int = 200,
+    steps: int | None = None,
     tol: float | None = None,
     linear_steps: int = 200,
 ) -> Any:
@@ -36,14 +44,17 @@ def solve(
     .. math:: y^*(x) = \arg\min_y g(x, y), \qquad
         \frac{\partial y^*}{\partial x}^{\top} b = -\nabla^2_{xy} g\, v, \quad [\nabla^2_{yy} g]\, v = b.
 
-    *When.* A lower problem is one operation among others: its solution goes into a network, a loss or a second lower
-    problem, and ``backward()`` runs through it. No constraints: put them into the loss by a penalty, or by new
-    variables (softmax for a simplex, softplus for bounds). If the whole program is a bilevel problem, a method such as
-    `AID` is cheaper, because it keeps y and v from step to step.
+    With ``proximal``, the minimiser of g + h: the fixed point of y -> prox(x, y - s grad g, s), and its derivative.
+
+    *When.* A lower problem is one operation among others: its solution goes into a network, a loss or a second
+    lower problem, and ``backward()`` runs through it. Constraints on y and absolute values are a ``proximal``;
+    others need new variables or a penalty. If the whole program is a bilevel problem, a method such as `AID` is
+    cheaper, because it keeps y and v from step to step.
 
     *Cost.* Forward: one gradient for each evaluation of the minimiser. Backward: one Hessian-vector product for each
-    iteration of MINRES, and one cross derivative. No graph of the minimiser's iterations is kept. Derivatives of any
-    order exist. *State*: none. *Draws*: none; a loss with random numbers has no fixed minimiser.
+    iteration of MINRES (with ``proximal`` also two products with its derivative), and one cross derivative. No graph of
+    the minimiser's iterations is kept. Derivatives of any order exist. *State*: none. *Draws*: none; a loss with random
+    numbers has no fixed minimiser.
 
     Args:
         loss: g, called with x and y as they are passed here; returns a scalar. For a batch of independent problems
@@ -51,11 +62,16 @@ def solve(
             are constants.
         x: tensor, or tuple of tensors, with or without ``requires_grad``.
         y: where the minimiser starts: a tensor, or a tuple of tensors.
-        minimiser: solver of your own, called with a function of y and the start; returns y, without a graph.
-            Default: None, which is L-BFGS with a strong Wolfe line search.
-        steps: largest number of iterations of L-BFGS. Default: 200.
+        proximal: for constraints or a term h(x, y) that is convex in y and not smooth: called with x, a point z and a
+            step s, returns :math:`\arg\min_y |y - z|^2 / (2 s) + h(x, y)` by differentiable operations. For a
+            constraint, this is the projection of z. Default: None, no such term.
+        minimiser: solver of your own, called with a function of y (the loss) and the start; returns y, without a graph.
+            Default: None, which is L-BFGS with a strong Wolfe line search, or, with ``proximal``, accelerated proximal
+            gradient steps. Newton's method follows.
+        steps: largest number of iterations of L-BFGS, or of proximal gradient steps. Default: None, 200 or 2000.
         tol: largest norm of :math:`\nabla_y g`, relative to that at the start (or to :math:`\nabla^2_{yy} g\, y`, if
-            that is larger); above it a `BilevelWarning` says that y is no minimiser. Default: None, which is the square
+            that is larger); with ``proximal``, of the change of y in a proximal gradient step, relative to that at the
+            start or to y. Above it a `BilevelWarning` says that y is no minimiser. Default: None, which is the square
             root of the rounding error of y's dtype.
         linear_steps: largest number of iterations of MINRES. Default: 200.
 
@@ -63,7 +79,8 @@ def solve(
         :math:`y^*`, a tensor or a tuple, as y was passed.
 
     Raises:
-        ValueError: if the loss is not a scalar, or does not depend on y.
+        ValueError: if the loss is not a scalar, or does not depend on y; if the result of ``proximal`` has another form
+            than y, or no graph.
 
     Example:
         >>> import torch, bilevel_optim as bo
@@ -73,22 +90,55 @@ def solve(
         >>> y.detach(), x.grad.round()  # y = 2x
         (tensor([6., 2.]), tensor([24.,  8.]))
     """
+    call = _untraced if torch.compiler.is_dynamo_compiling() else _solve
+    return call(loss, x, y, proximal, minimiser, steps, tol, linear_steps)
+
+
+def _solve(
+    loss: Loss,
+    x: Tensor | Sequence[Tensor],
+    y: Tensor | Sequence[Tensor],
+    proximal: Proximal | None,
+    minimiser: Minimiser | None,
+    steps: int | None,
+    tol: float | None,
+    linear_steps: int,
+) -> Any:
+    require_gradients()
     xs, ys = _parts(x), Vector(t.detach() for t in _parts(y))
-    problem = _Problem(loss, len(xs), isinstance(x, Tensor), isinstance(y, Tensor), linear_steps)
+    problem = _Problem(loss, proximal, len(xs), isinstance(x, Tensor), isinstance(y, Tensor), linear_steps)
+    if steps is None:
+        steps = 200 if proximal is None else 2000
     found = _minimise(problem, Vector(t.detach() for t in xs), ys, minimiser, steps, tol)
     results: tuple[Tensor, ...] = _Implicit.apply(problem, *xs, *found)
     return results[0] if isinstance(y, Tensor) else results
+
+
+_untraced = _disable_dynamo(_solve)  # the iterations read numbers, and differentiate
 
 
 def _parts(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
-class _Problem:
-    """A user's loss, called with flat tuples."""
+def _form(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
-    def __init__(self, loss: Loss, split: int, one_x: bool, one_y: bool, linear_steps: int) -> None:
-        self.loss, self.split, self.one_x, self.one_y, self.linear_steps = loss, split, one_x, one_y, linear_steps
+
+class _Problem:
+    """A user's loss and proximal function, called with flat tuples.
+
+    The solution is the zero of `root`; with a proximal function, for any step.
+    """
+
+    def __init__(
+        self, loss: Loss, proximal: Proximal | None, split: int, one_x: bool, one_y: bool, linear_steps: int
+    ) -> None:
+        self.loss, self.proximal, self.linear_steps = loss, proximal, linear_steps
+        self.split, self.one_x, self.one_y = split, one_x, one_y
+        self.step = 1.0
 
     def structured(self, ys: Sequence[Tensor]) -> Any:
         return ys[0] if self.one_y else tuple(ys)
@@ -100,15 +150,85 @@ class _Problem:
             raise ValueError(f"Invalid loss value: {shape} (solve needs a scalar tensor: use .sum() or .mean())")
         return found
 
-    def slope(self, xs: Sequence[Tensor], ys: Sequence[Tensor], graph: bool = False) -> Vector:
-        """Return the gradient in y; the y must require gradients."""
+    def evaluate(self, xs: Sequence[Tensor], ys: Sequence[Tensor], graph: bool = False) -> tuple[Tensor, Vector]:
+        """Return the loss and its gradient in y; the y must require gradients."""
         value = self.value(xs, ys)
         if not value.requires_grad:
             raise ValueError("Invalid loss value: a constant (it must depend on y, by differentiable operations)")
         found = torch.autograd.grad(value, tuple(ys), create_graph=graph, materialize_grads=True)
-        if graph and not any(t.requires_grad for t in found):
+        if graph and self.proximal is None and not any(t.requires_grad for t in found):
             raise ValueError("Invalid loss value: piecewise linear in y (its Hessian is zero, so y has no derivative)")
-        return Vector(found)
+        return value.detach(), Vector(found)
+
+    def project(self, xs: Sequence[Tensor], zs: Sequence[Tensor]) -> Vector:
+        """Return the result of the proximal function."""
+        assert self.proximal is not None
+        result = self.proximal(xs[0] if self.one_x else tuple(xs), self.structured(zs), self.step)
+        found = Vector(result) if isinstance(result, (tuple, list)) else Vector([result])
+        if list(map(_form, found)) != list(map(_form, zs)):
+            raise ValueError(
+                f"Invalid proximal result: {', '.join(map(_form, found))} (it must be like y: "
+                f"{', '.join(map(_form, zs))})"
+            )
+        if any(t.requires_grad for t in zs) and not all(t.requires_grad for t in found):
+            raise ValueError("Invalid proximal result: a constant (it must depend on y, by differentiable operations)")
+        return found
+
+    def root(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Vector:
+        """Return, with a graph, the gradient in y, or y minus the result of a proximal gradient step."""
+        slope = self.evaluate(xs, ys, graph=True)[1]
+        return slope if self.proximal is None else Vector(ys) - self.project(xs, Vector(ys) - slope * self.step)
+
+
+class _System:
+    """The derivative M of `root` in y, at a point: H, or I - P (I - s H), where P is that of the proximal function."""
+
+    def __init__(self, problem: _Problem, xs: Vector, ys: Sequence[Tensor]) -> None:
+        variables = _variables(ys, False)
+        slope = problem.evaluate(xs, variables, graph=True)[1]
+        self.step, self.ys, self.root = problem.step, Vector(variables).detach(), slope.detach()
+        self.hessian, self.proximal = partial(_pulled, slope, variables), problem.proximal is not None
+        if self.proximal:
+            inner = _variables(self.ys - self.root * self.step, False)
+            outer = problem.project(xs, inner)
+            self.jacobian, self.root = partial(_pulled, outer, inner), self.ys - outer.detach()
+
+    def explicit(self, v: Vector) -> Vector:
+        return v - self.hessian(v) * self.step
+
+    def product(self, v: Vector, transposed: bool) -> Vector:
+        if not self.proximal:
+            return self.hessian(v)
+        return v - (self.explicit(self.jacobian(v)) if transposed else self.jacobian(self.explicit(v)))
+
+    def solve(self, b: Vector, steps: int, transposed: bool) -> Vector:
+        """Return v of M v = b, or of M'v = b.
+
+        H and P are symmetric, M is not. But P M P = P (I - P) + s P H P is, and it gives the part of v in the range of
+        P; the other part of v is explicit. With a projection P, this is the Hessian within the constraints.
+        """
+        if not self.proximal:
+            return linear.minres(self.hessian, b, steps=steps).solution
+
+        def within(u: Vector) -> Vector:
+            return self.jacobian(u - self.explicit(self.jacobian(u)))
+
+        right = self.jacobian(b if transposed else self.explicit(b))
+        w = self.jacobian(linear.minres(within, right, steps=steps).solution)
+        return b + (self.explicit(w) if transposed else w)
+
+    def distance(self) -> float:
+        """Return the length of Newton's step, an estimate of the error of y."""
+        return float(self.solve(self.root, NEWTON_PRODUCTS, False).norm())
+
+    def least_step(self, iterations: int = 10) -> float:
+        """Return 1 / L, where L is the largest curvature, from power iterations."""
+        v, size = self.root if float(self.root.norm()) else Vector(torch.ones_like(t) for t in self.ys), 0.0
+        for _ in range(iterations):
+            v = self.hessian(v * (1 / float(v.norm())))
+            if not (size := float(v.norm())):
+                break
+        return 1 / size if size else 1.0
 
 
 def _minimise(
@@ -116,64 +236,138 @@ def _minimise(
 ) -> Vector:
     """Return the minimiser, and warn if it is none."""
     with torch.enable_grad():
-        ys = Vector(t.clone().requires_grad_() for t in start)
-        first = problem.slope(xs, ys).norm()
+        limit = torch.finfo(start[0].dtype).eps ** 0.5 if tol is None else tol
         if minimiser is not None:
-            made = minimiser(lambda y: problem.value(xs, _parts(y)), problem.structured(start))
-            ys = Vector(t.detach().clone().requires_grad_() for t in _parts(made))
+            ys = Vector(_parts(minimiser(lambda y: problem.value(xs, _parts(y)), problem.structured(start)))).detach()
+        elif problem.proximal is None:
+            ys = _polish(problem, xs, _System(problem, xs, _lbfgs(problem, xs, start, steps))).ys
         else:
-            descent = torch.optim.LBFGS(
-                [*ys], max_iter=steps, tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe"
-            )
-
-            def closure() -> Tensor:
-                for t, own in zip(ys, problem.slope(xs, ys), strict=True):
-                    t.grad = own
-                with torch.no_grad():
-                    return problem.value(xs, ys)
-
-            descent.step(closure)  # type: ignore[no-untyped-call]
-            ys = _polish(problem, xs, ys)
-        slope = problem.slope(xs, ys, graph=True)
-    residual = float(slope.detach().norm())
-    scale = max(float(first.detach()), float(_pulled(slope, ys, ys.detach()).norm()))
-    limit = torch.finfo(ys[0].dtype).eps ** 0.5 if tol is None else tol
-    if not residual <= limit * scale:
+            ys = _proximal_gradient(problem, xs, start, steps, limit)
+        system = _System(problem, xs, ys)
+        if system.proximal:
+            problem.step = system.least_step()
+            system = _System(problem, xs, ys)
+        first = float(_System(problem, xs, start).root.norm())
+        shorter = 0.0
+        if system.proximal:  # a proximal function changes y by no more if the step is shorter
+            problem.step /= 2
+            shorter = float(problem.root(xs, _variables(ys, False)).detach().norm())
+            problem.step *= 2
+    residual = float(system.root.norm())
+    scale = max(first, float((ys if system.proximal else system.hessian(ys)).norm()))
+    if shorter > max(limit * scale, 2 * residual):
         warn(
-            f"the lower problem of solve is not solved: the gradient in y has norm {residual:.2g}, more than "
-            f"{limit:.1g} of {scale:.2g}, so y and its derivative are wrong. Take more steps, a minimiser of your own, "
-            "or a loss with a minimum (a penalty on y)"
+            f"proximal does not fit its step: a step of {problem.step:.2g} changes y by {residual:.2g}, but half of it "
+            f"by {shorter:.2g}, so y is wrong. A threshold, for example, must be multiplied by the step"
         )
-    return Vector(t.detach() for t in ys)
+    elif not residual <= limit * scale:
+        measure = "a proximal gradient step changes y by" if system.proximal else "the gradient in y has norm"
+        warn(
+            f"the lower problem of solve is not solved: {measure} {residual:.2g}, more than {limit:.1g} of "
+            f"{scale:.2g}, so y and its derivative are wrong. Take more steps, a minimiser of your own, or a loss with "
+            "a minimum (a penalty on y)"
+        )
+    elif system.proximal:
+        rounding = ROUNDING * torch.finfo(start[0].dtype).eps * float(ys.norm())
+        if residual > rounding and not (distance := system.distance()) <= UNSOLVED * float(ys.norm()):
+            warn(
+                f"the lower problem of solve is not solved: a proximal gradient step changes y by {residual:.2g} only, "
+                f"but Newton's method by {distance:.2g} of {float(ys.norm()):.2g}, so y and its derivative are wrong. "
+                "Take more steps, float64, a minimiser of your own, or a smaller tol"
+            )
+    return ys
+
+
+def _lbfgs(problem: _Problem, xs: Vector, start: Vector, steps: int) -> Vector:
+    ys = [t.clone().requires_grad_() for t in start]
+    descent = torch.optim.LBFGS(ys, max_iter=steps, tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        value, slope = problem.evaluate(xs, ys)
+        for t, own in zip(ys, slope, strict=True):
+            t.grad = own
+        return value
+
+    descent.step(closure)  # type: ignore[no-untyped-call]
+    return Vector(ys).detach()
+
+
+def _proximal_gradient(problem: _Problem, xs: Vector, start: Vector, steps: int, limit: float) -> Vector:
+    """Return y after accelerated proximal gradient steps with restarts, and Newton's method from time to time.
+
+    Sources: Beck, Teboulle (2009), SIAM J. Imaging Sci. 2(1), with backtracking; O'Donoghue, Candes (2015), Found.
+    Comput. Math. 15, the restart by gradients.
+    """
+    eps = torch.finfo(start[0].dtype).eps
+    problem.step = _System(problem, xs, start).least_step()
+    y = point = start
+    momentum, newton, first = 1.0, FIRST_NEWTON, 0.0
+    for k in range(1, steps + 1):
+        value, slope = problem.evaluate(xs, _variables(point, False))
+        if not isfinite(float(value)) and point is not y:  # momentum has left the domain of the loss
+            point, momentum = y, 1.0
+            value, slope = problem.evaluate(xs, _variables(point, False))
+        for _ in range(HALVINGS):
+            new = problem.project(xs, point - slope * problem.step)
+            move, after = new - point, problem.value(xs, new)
+            rounding = 32 * eps * float(torch.maximum(value.abs(), after.abs()))
+            if float(after - value - slope.dot(move)) <= float(move.dot(move)) / (2 * problem.step) + rounding:
+                break
+            problem.step /= 2
+        else:
+            return y  # the loss is not finite, or its gradient wrong
+        size = float(move.norm())
+        first = first or size
+        if float(move.dot(new - y)) < 0:
+            momentum = 1.0
+        grown = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
+        point, momentum, y = new + (new - y) * ((momentum - 1) / grown), grown, new
+        if size <= 2 * eps * float(y.norm()):
+            break
+        if k == newton:
+            newton = max(k + FIRST_NEWTON, k * 3 // 2)
+            system = _System(problem, xs, y)
+            if (better := _polish(problem, xs, system)) is not system:
+                y = point = better.ys
+                momentum = 1.0
+            elif size <= limit * max(first, float(y.norm())) and system.distance() <= limit * float(y.norm()):
+                break
+    return y
+
+
+def _polish(problem: _Problem, xs: Vector, system: _System) -> _System:
+    """Return the best point of some Newton steps; line searches end at half of the digits."""
+    best = system
+    for _ in range(NEWTON):
+        moved = system.ys - system.solve(system.root, NEWTON_PRODUCTS, False)
+        if system.proximal:  # zeros and bounds are exact
+            slope = problem.evaluate(xs, _variables(moved, False))[1]
+            moved = problem.project(xs, moved - slope * problem.step)
+        system = _System(problem, xs, moved)
+        if float(system.root.norm()) < float(best.root.norm()):
+            best = system
+        else:
+            break
+    return best
 
 
 def _pulled(slope: Vector, variables: Sequence[Tensor], v: Sequence[Tensor], graph: bool = False) -> Vector:
     """Return the derivative of <slope, v>."""
     own = [(t, w) for t, w in zip(slope, v, strict=True) if t.requires_grad]  # others are constants
-    if not own:
+    free = [t for t in variables if t.requires_grad]  # others are integers
+    if not own or not free:
         return Vector(torch.zeros_like(t) for t in variables)
     ends, weights = zip(*own, strict=True)
     options: dict[str, bool] = {"retain_graph": True, "create_graph": graph, "materialize_grads": True}
-    return Vector(torch.autograd.grad(ends, [*variables], weights, **options))
-
-
-def _polish(problem: _Problem, xs: Vector, ys: Vector) -> Vector:
-    """Return y after Newton steps, as long as they reduce the gradient; line searches end at half of the digits."""
-    slope = problem.slope(xs, ys, graph=True)
-    for _ in range(NEWTON):
-        right = slope.detach()
-        step = linear.minres(partial(_pulled, slope, ys), right, steps=NEWTON_PRODUCTS).solution
-        moved = Vector((t - s).detach().requires_grad_() for t, s in zip(ys, step, strict=True))
-        after = problem.slope(xs, moved, graph=True)
-        if not float(after.detach().norm()) < float(right.norm()):
-            break
-        ys, slope = moved, after
-    return ys
+    found = iter(torch.autograd.grad(ends, free, weights, **options))
+    return Vector(next(found) if t.requires_grad else torch.zeros_like(t) for t in variables)
 
 
 def _variables(tensors: Sequence[Tensor], graph: bool) -> list[Tensor]:
     """Return aliases by which to differentiate: partial derivatives do not go through what a tensor was made of."""
-    return [t.view_as(t) if graph and t.requires_grad else t.detach().requires_grad_() for t in tensors]
+    return [
+        t.view_as(t) if graph and t.requires_grad else t.detach().requires_grad_(t.is_floating_point()) for t in tensors
+    ]
 
 
 class _Implicit(torch.autograd.Function):
@@ -189,33 +383,32 @@ class _Implicit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *b: Tensor) -> tuple[Tensor | None, ...]:
         problem, graph = ctx.problem, torch.is_grad_enabled()
-        v: tuple[Tensor, ...] = _Inverse.apply(problem, len(b), *b, *ctx.saved_tensors)
+        v: tuple[Tensor, ...] = _Inverse.apply(problem, True, len(b), *b, *ctx.saved_tensors)
         with torch.enable_grad():
             tensors = _variables(ctx.saved_tensors, graph)
             xs, ys = tensors[: problem.split], tensors[problem.split :]
-            cross = _pulled(problem.slope(xs, ys, graph=True), xs, v, graph)
+            cross = _pulled(problem.root(xs, ys), xs, v, graph)
         needed = ctx.needs_input_grad[1 : 1 + len(xs)]
         return None, *(-t if n else None for t, n in zip(cross, needed, strict=True)), *[None] * len(ys)
 
 
 class _Inverse(torch.autograd.Function):
-    """The solution v of H v = b, H the Hessian at x and y, as a function of b, x and y."""
+    """The solution v of M v = b, or of M'v = b, M the derivative of `root` at x and y, as a function of b, x and y."""
 
     @staticmethod
-    def forward(ctx: Any, problem: _Problem, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, problem: _Problem, transposed: bool, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         b = Vector(tensors[:n]).detach()
-        xs, ys = tensors[n : n + problem.split], tensors[n + problem.split :]
+        xs, ys = Vector(tensors[n : n + problem.split]).detach(), tensors[n + problem.split :]
         with torch.enable_grad():
-            ys = Vector(_variables(ys, False))
-            slope = problem.slope([t.detach() for t in xs], ys, graph=True)
-            v = linear.minres(partial(_pulled, slope, ys), b, steps=problem.linear_steps).solution
-            left = float((b - _pulled(slope, ys, v)).norm()) / (float(b.norm()) or 1.0)
+            system = _System(problem, xs, ys)
+            v = system.solve(b, problem.linear_steps, transposed)
+            left = float((b - system.product(v, transposed)).norm()) / (float(b.norm()) or 1.0)
         if not left <= UNSOLVED:
             warn(
                 f"the linear system of solve is not solved: its residual is {left:.2g} of its right-hand side, so the "
                 "gradient is wrong. Take more linear_steps, or a penalty on y in the loss if its Hessian is singular"
             )
-        ctx.problem, ctx.n = problem, n
+        ctx.problem, ctx.transposed, ctx.n = problem, transposed, n
         ctx.save_for_backward(*v, *tensors[n:])
         return tuple(v)
 
@@ -223,10 +416,11 @@ class _Inverse(torch.autograd.Function):
     def backward(ctx: Any, *b: Tensor) -> tuple[Tensor | None, ...]:
         problem, n, graph = ctx.problem, ctx.n, torch.is_grad_enabled()
         v, others = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
-        u: tuple[Tensor, ...] = _Inverse.apply(problem, n, *b, *others)
+        u: tuple[Tensor, ...] = _Inverse.apply(problem, not ctx.transposed, n, *b, *others)
         with torch.enable_grad():
             tensors = _variables(others, graph)
             xs, ys = tensors[: problem.split], tensors[problem.split :]
-            product = _pulled(problem.slope(xs, ys, graph=True), ys, v, True)
-            found = _pulled(product, tensors, u, graph)
-        return None, None, *u, *(-t for t in found)
+            left, right = (v, u) if ctx.transposed else (u, v)
+            product = _pulled(problem.root(xs, ys), ys, left, True)
+            found = _pulled(product, tensors, right, graph)
+        return None, None, None, *u, *(-t if t.is_floating_point() else None for t in found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +12,7 @@ from ..oracle.copies import Copies
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.placement import constant
-from ..problem.vector import Vector
+from ..problem.vector import Vector, coarsest
 from .estimate import Estimate
 from .finite_difference import Stencil
 
@@ -50,7 +50,7 @@ def penalty(
     weights = [c.numerator / c.denominator for c in formula.weights]
     xi, zeta = upper_sample or oracle.f.draw(), lower_sample or oracle.g.draw()
     (lower, values), gradient = Copies(oracle, copies).upper_slope(
-        ("lower", zeta, _summing_to_zero([c / nu for c in weights], oracle.x[0].dtype)),
+        ("lower", zeta, _summing_to_zero([c / nu for c in weights], coarsest((*oracle.x, *copies)))),
         ("upper", xi, [j * c for j, c in zip(formula.nodes, weights, strict=True)]),
     )
     hint = f"{DATA_FIRST}, and copies at negative nodes diverge, a smaller nu helps, or stencil='forward'"
@@ -62,19 +62,14 @@ def penalty(
     return Estimate(loss, gradient, {"lower": lower, "upper": values})
 
 
-def _summing_to_zero(weights: Sequence[float], dtype: torch.dtype) -> list[float]:
-    """Round weights that sum to zero to the working precision; the largest takes up the rounding error of their sum."""
-    dtype = torch.promote_types(dtype, torch.float32)
-    code = {torch.float32: "f", torch.float64: "d"}[dtype]
-    rounded = [_rounded(weight, code) for weight in weights]
-    excess = sum(rounded)
-    largest = max(range(len(rounded)), key=lambda i: abs(rounded[i]))
-    if abs(excess) <= len(weights) * torch.finfo(dtype).eps * abs(rounded[largest]):
-        rounded[largest] = _rounded(rounded[largest] - excess, code)
-    return rounded
+def _summing_to_zero(weights: Sequence[float], precision: float) -> list[float]:
+    """Round weights that sum to zero to multiples of one number, so that they do in this precision and in others.
 
-
-def _rounded(value: float, code: str) -> float:
-    """Round a number to the precision of a ``struct`` format (without tensors, which a trace would record)."""
-    number: float = struct.unpack(code, struct.pack(code, value))[0]
-    return number
+    The largest takes up the rounding errors. (No tensors, which a trace would record.)
+    """
+    eps, top = min(precision, torch.finfo(torch.float32).eps), max(map(abs, weights))
+    unit = math.ldexp(eps, math.frexp(top)[1] - 1)  # the last digit of the largest
+    counts = [round(weight / unit) for weight in weights]
+    if abs(sum(counts)) <= len(weights):
+        counts[max(range(len(counts)), key=lambda i: abs(counts[i]))] -= sum(counts)
+    return [count * unit for count in counts]

@@ -17,7 +17,7 @@ from ..oracle.point import none_to_zeros
 from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
 from ..problem.vector import Vector
-from ..solvers.lower import LowerRule, Memory, gradient_dot, watched_growth
+from ..solvers.lower import LowerRule, Memory, gradient_dot, watch_leap, watched_growth
 from ..solvers.unrolling import update_vjp
 from .estimate import Estimate
 
@@ -74,7 +74,7 @@ def unrolled(
         return lambda y: oracle.at(lower=y).lower(sample)
 
     solved = rule.run(oracle.y, rule.fresh() if memory is None else memory, steps - differentiated, draw)
-    trajectory: list[_Step] = []
+    begin, trajectory = solved.y, list[_Step]()
     norms: list[Tensor] = []
     parts: list[FeatureCut] = []
     for k in range(differentiated):
@@ -103,6 +103,7 @@ def unrolled(
         first, middle, last = norms
         turn = gradient_dot(before, solved)
         diagnostics = {"lower_residual": last, **watched_growth(oracle.session, (first, middle), last, turn)}
+        watch_leap(oracle.session, rule, begin, solved, differentiated, first)
     else:
         diagnostics = solved.watched(oracle.session)
     if differentiated:

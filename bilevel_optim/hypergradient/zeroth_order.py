@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ..distributed.ranks import Ranks
 from ..oracle.copies import Copies
+from ..oracle.differentiable import working_unit
 from ..oracle.doors import require_free_batch
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.placement import constant
-from ..problem.vector import Vector
+from ..problem.vector import Vector, coarsest
 from ..solvers.paths import Paths
 from .directions import Directions
 from .estimate import Estimate
@@ -59,8 +60,10 @@ def partial_zeroth_order(
             found.append(oracle.at(lower=base).upper(sample))
         return (ends - Vector(t.unsqueeze(0) for t in base)).lane_dot(found[0][2]), found[0][0]
 
-    indirect, base, diagnostics = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
-    loss, direct, _ = found[0]
+    indirect, base, diagnostics, left = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
+    loss, direct, slope = found[0]
+    if left is not None:
+        diagnostics["predicted_change"] = slope.dot(left)
     diagnostics["direct_norm"] = direct.norm()
     _warn_of_noise(oracle, directions, diagnostics["direct_norm"], diagnostics)
     return Estimate(loss, direct + indirect, diagnostics, lower=base)
@@ -102,10 +105,10 @@ def full_zeroth_order(
         wide = values if values.device.type == "mps" else values.double()
         return wide - found[0], found[0]
 
-    gradient, base, diagnostics = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
+    gradient, base, diagnostics, _ = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
     loss = found[0]
     differences = diagnostics["coefficients"] * (directions.smoothing * (2 if central else 1))
-    diagnostics["difference_error"] = _rounding(Vector([loss]), differences.square())
+    diagnostics["difference_error"] = _rounding(oracle, Vector([loss]), differences.square())
     if not oracle.session.found.reaches_upper:
         oracle.session.note_reached([loss if bool(gradient.norm() != 0) else None])
     _warn_of_noise(oracle, directions, torch.zeros_like(loss), diagnostics)
@@ -119,7 +122,7 @@ def _indirect(
     central: bool,
     measure: Callable[[Vector, Vector, Vector], tuple[Tensor, Tensor]],
     ranks: Ranks,
-) -> tuple[Vector, Vector, dict[str, Tensor]]:
+) -> tuple[Vector, Vector, dict[str, Tensor], Vector | None]:
     r"""Return :math:`\frac1Q \sum_j c_j u_j`, with :math:`c_j` the difference quotients of ``measure``, and the base.
 
     A direction whose coefficient is not finite is left out, and the mean is over the others. ``measure`` also returns
@@ -129,7 +132,7 @@ def _indirect(
     lanes = [(0, 0.0), *((j, s) for j in range(directions.count)[own] for s in signs)]
     measured, moved, on_the_way = [], [], []
     base: Vector | None = None
-    ahead: list[Vector] = []  # gradients of the base path, at its first and its last step
+    ahead: list[Vector] = []  # of the base path: gradients at its first and its last step, and its start
     rests: list[list[Tensor]] = []
     done = 0
     while done < len(lanes):
@@ -142,12 +145,12 @@ def _indirect(
             base = ends.lane(0).clone()
             oracle.checks.finite("lower_grad", base)
             oracle.checks.scalar("loss", found.total[0])
-            ahead = [own.lane(0).clone() for own in slopes]
+            ahead = [own.lane(0).clone() for own in (*slopes, found.start)] if slopes else []
         values, loss = measure(upper, ends, base)
         measured.append(values)
         difference = ends - Vector(t.unsqueeze(0) for t in base)
         moved.append(difference.lane_norm() ** 2)
-        pairs = zip(slopes, ahead, strict=True)
+        pairs = zip(slopes, ahead[:2], strict=True)
         rests.append([(own - Vector(t.unsqueeze(0) for t in of_base)).lane_norm() for own, of_base in pairs])
         done += len(part)
         del upper, found, ends, slopes, difference
@@ -163,7 +166,7 @@ def _indirect(
             oracle, ranks, directions.count, [coefficients, squares.view(-1, len(signs)), sound], common
         )
     # More than rounding: y responds to x, whatever autograd sees of that.
-    oracle.session.note_response(_rounding(base, squares) <= ERROR_LIMIT)
+    oracle.session.note_response(_rounding(oracle, base, squares) <= ERROR_LIMIT)
     dropped = (~sound).sum()
     oracle.checks.alert_if(
         "dropped directions",
@@ -179,14 +182,24 @@ def _indirect(
         "indirect_norm": estimate.norm(),
         "coefficients": coefficients,
         "noise_to_signal": values.new_full((), directions.variance**0.5),
-        "difference_error": _rounding(base, squares) if paths.samples else squares.new_zeros(()),
+        "difference_error": _rounding(oracle, base, squares) if paths.samples else squares.new_zeros(()),
         "dropped_directions": dropped,
     }
+    left = None
     if ahead:
         first, last = squares_left
         diagnostics["lower_residual"] = ahead[1].norm()
+        if len(paths.samples) > 2:  # otherwise the first and the last gradient say little of a trend
+            diagnostics["lower_growth"] = ahead[1].norm() / ahead[0].norm().clamp_min(torch.finfo(first.dtype).tiny)
+            left = _left(base - ahead[2], *ahead[:2])
         diagnostics["response_residual"] = (last / first.clamp_min(torch.finfo(first.dtype).tiny)).sqrt()
-    return estimate, base, diagnostics
+    return estimate, base, diagnostics, left
+
+
+def _left(moved: Vector, first: Vector, last: Vector) -> Vector:
+    """Return the rest of the way to a zero gradient, if the gradient along it goes on to fall as it has (a secant)."""
+    along, fall = moved.dot(last), moved.dot(first - last)
+    return moved.times(along / torch.where(fall != 0, fall, torch.finfo(fall.dtype).tiny))
 
 
 def _together(
@@ -206,11 +219,17 @@ def _together(
     return numbers[:, 0], numbers[:, 1:-1].flatten(), numbers[:, -1] > 0.5
 
 
-def _rounding(base: Vector, squares: Tensor) -> Tensor:
-    """Return the predicted relative rounding error of the differences: about 2.5 ulp of y over their size."""
+def _rounding(oracle: Oracle, base: Vector, squares: Tensor) -> Tensor:
+    """Return the predicted relative rounding error of the differences: about 2.5 ulp of y over their size.
+
+    It is infinite without any difference, also for a y of zero. Coarser products (autocast, TF32) count for a
+    hundredth: the paths share most of their rounding, and sums over a batch average it.
+    """
     finite = squares.isfinite()
     size = (torch.where(finite, squares, 0.0).sum() / finite.sum()).sqrt()
-    return 2.5 * torch.finfo(base[0].dtype).eps * base.norm() / size
+    tensors = (*oracle.x, *base)
+    unit = max(coarsest(tensors), working_unit(tensors, oracle.session.found.products) / 100)
+    return torch.where(size > 0, 2.5 * unit * base.norm() / size, torch.inf)
 
 
 def _warn_of_noise(oracle: Oracle, directions: Directions, direct: Tensor, diagnostics: dict[str, Tensor]) -> None:

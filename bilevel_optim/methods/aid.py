@@ -10,7 +10,7 @@ from ..hypergradient import Estimate, implicit
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
-from ..optimizer.options import InitVar, choice, count, function, number
+from ..optimizer.options import InitVar, choice, count, flag, function, number
 from ..optimizer.step import StepInputs, replace
 from ..oracle.oracle import Oracle
 from ..solvers import linear
@@ -52,12 +52,13 @@ class AID(BilevelOptimizer):
         lower_lr: learning rate of the lower steps.
         lower_steps: lower steps per outer step.
         linear_solver: ``"cg"``, conjugate gradients (fastest; H must be positive definite); ``"minres"``, minimal
-            residuals (H may have negative eigenvalues, as in deep networks away from their minima);
-            ``"auto"``, CG until it meets non-positive curvature or fails otherwise, then MINRES, with a warning (not
-            detected with ``check_finite=False``); ``"direct"``, an LU factorisation of the explicit Hessian: as exact
-            as the dtype allows (it warns if H is singular up to rounding errors), for at most 4,096 lower parameters
-            (of each task); ``"neumann"``, the series :math:`\eta \sum_{i \le Q} (I - \eta H)^i`, always from zero;
-            ``"fixed_point"``, the same iteration from a warm start. Default: ``"cg"``.
+            residuals (H may have negative eigenvalues, as in deep networks away from their minima); ``"auto"``, CG
+            until it meets non-positive curvature or fails otherwise, which is told once, then MINRES, as
+            ``diagnostics["linear_solver"]`` says from the next step on (CG stays with ``check_finite=False``);
+            ``"direct"``, an LU factorisation of the explicit Hessian: as exact as the dtype allows (it warns if H is
+            singular up to rounding errors), for at most 4,096 lower parameters (of each task); ``"neumann"``, the
+            series :math:`\eta \sum_{i \le Q} (I - \eta H)^i`, always from zero; ``"fixed_point"``, the same iteration
+            from a warm start. Default: ``"cg"``.
         linear_steps: maximum iterations of the linear solver, about one Hessian-vector product each. Default: 10.
         linear_tol: stop when the residual is below this fraction of the right-hand side. Default: 0, use all steps (CG
             and MINRES stop by themselves at the rounding level).
@@ -68,13 +69,18 @@ class AID(BilevelOptimizer):
             live y, by any means (Newton's method, a simulator). It is called before each step, and ``lower_steps``
             (possibly 0) continue from there. Warns if y is not a solution. Not for tasks; such steps are not compiled.
             Default: None.
-        warm_start: start y and v at their last values (CG and MINRES at zero where that has the smaller residual).
-            Default: True.
+        warm_start: start y and v at their last values (MINRES at zero where that has the smaller residual, CG where it
+            is the better start, see `bo.linear.cg`). Default: True.
+        keep_direction: go on with the last direction of CG too, so that steps at the same point make the iterates of
+            one long solve. It costs no product. Far better where H is ill-conditioned and x moves slowly; no better
+            where H is well-conditioned or changes at random; worse where H is indefinite, or ill-conditioned and
+            ``linear_steps=1``. Needs ``warm_start`` and ``"cg"`` or ``"auto"``. Default: False, as in the source.
         upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
             tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.
 
-    State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
+    State: ``linear_solution`` (v), ``linear_direction`` with ``keep_direction``, the lower optimizer's state, and
+    ``initial`` y without warm starts.
 
     Raises:
         ValueError: for an argument out of its range.
@@ -104,10 +110,17 @@ class AID(BilevelOptimizer):
     linear_tol: float = number(default=0.0, least=0, finite=False)
     linear_lr: float | None = number(default=None, above=0, optional=True)
     damping: float = number(default=0.0, least=0)
+    keep_direction: bool = flag(default=False)
     lower_solver: InitVar[Callable[[], Any] | None] = function(default=None)
 
     def _arrange(self, options: dict[str, Any]) -> None:
         super()._arrange(options)
+        if options["keep_direction"] and not (options["warm_start"] and options["linear_solver"] in ("cg", "auto")):
+            raise ValueError(
+                "keep_direction=True continues conjugate gradients from step to step, so it needs warm_start=True and "
+                f"linear_solver='cg' or 'auto', not warm_start={options['warm_start']} and linear_solver="
+                f"{options['linear_solver']!r}"
+            )
         self._lower_solver = options["lower_solver"]
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
@@ -121,12 +134,17 @@ class AID(BilevelOptimizer):
         chosen = {name: inputs.numbers[name] for name in ("linear_solver",) if name in inputs.numbers}
         return replace(estimate, numbers=chosen) if chosen else estimate
 
+    def _static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the solver to which ``"auto"`` has changed in an earlier step."""
+        return {name: numbers[name] for name in ("linear_solver",) if name in numbers}
+
     def _implicit_estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Return the hypergradient at the oracle's point; with a warm start, from the last linear solution."""
         dense = self.linear_solver == "direct"
         warm = self.warm_start and self.linear_solver != "neumann" and not dense
         start = inputs.memory.get("linear_solution") if warm else None
-        estimate = implicit(oracle, self._linear_solve(inputs), start, dense=dense, check=self.check_finite)
+        solve, keep = self._linear_solve(inputs), self.keep_direction
+        estimate = implicit(oracle, solve, start, dense=dense, check=self.check_finite, keep_direction=keep)
         return estimate if warm else replace(estimate, memory={})
 
     def _linear_solve(self, inputs: StepInputs) -> Callable[..., LinearSolution]:
@@ -137,6 +155,8 @@ class AID(BilevelOptimizer):
         stop = partial(_SOLVE[name], steps=self.linear_steps, tol=self.linear_tol, damping=self.damping)
         if name in ("neumann", "fixed_point"):
             return partial(stop, lr=inputs.linear_rates(self.linear_lr))
+        if self.keep_direction and name != "minres":
+            return partial(stop, direction=inputs.memory.get("linear_direction"))
         return stop
 
     def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:

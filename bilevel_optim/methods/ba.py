@@ -66,6 +66,7 @@ class BA(AID):
     warm_start: bool = flag(default=False)
     linear_solver: str = fixed(default="cg")
     linear_lr: float | None = fixed(default=None)
+    keep_direction: bool = fixed(default=False)
     lower_solver: InitVar[Callable[[], Any] | None] = fixed(default=None)
 
     def _arrange(self, options: dict[str, Any]) -> None:

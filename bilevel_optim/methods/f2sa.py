@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import DATA_FIRST, warn
 from ..hypergradient import Estimate, penalty
-from ..hypergradient.finite_difference import KINDS, Stencil
+from ..hypergradient.finite_difference import KINDS, Stencil, inner_weights
 from ..hypergradient.finite_difference import stencil as stencil_of
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
@@ -25,8 +25,8 @@ from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.parameters import Params, is_number, require
 from ..problem.placement import constant
-from ..problem.vector import Vector, stack
-from ..solvers.lower import Solved
+from ..problem.vector import Vector, coarsest, stack
+from ..solvers.lower import Rate, Solved, largest_rate, watch_leap
 from ..tracing import is_tracing
 
 __all__ = ["F2SA"]
@@ -41,6 +41,7 @@ CONVEXITY = "Invalid {name} value: {value} (it must be at most ell, because no c
 ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are unreliable
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
 LEAVING = 10.0  # how much further a negative node's copy may go than a positive node's while its gradient grows
+PARTING = 10.0  # how much further both copies may go, and apart, than steps along gradients that do not grow
 MOVED = 5e-3  # smallest movement that matters, as a fraction of the distance between the two copies
 UNEVEN = (
     "the copies of y are not similarly far from y* for their perturbations (see diagnostics['spread']), so their "
@@ -50,6 +51,11 @@ BASIN = (
     "the lower loss is smaller at the perturbed copy of y than at y, by more than such a perturbation explains: y is "
     "not at a minimum (a saddle, such as weights of zero), or the two are in different minima, so their difference is "
     "not a derivative. Start y elsewhere, or add a penalty that makes the lower solution unique"
+)
+PARTED = (
+    "the copies of y went apart from their common start, and further than steps along gradients that do not grow: y is "
+    "at a saddle or a maximum of the lower loss (such as weights of zero), and the copies may be in different minima, "
+    "so their difference is not a derivative. Start y elsewhere, or add a penalty that makes the lower solution unique"
 )
 
 
@@ -251,8 +257,8 @@ class F2SA(BilevelOptimizer):
             return self.given_nu
         if self.samples == "independent":
             return NOISY_NU
-        y = next(group["params"][0] for group in self.param_groups if group["level"] == "lower")
-        nu = SHARE / self.order * math.pow(working_unit(y), 1 / (self.order + 1))
+        unit = working_unit([p for group in self.param_groups for p in group["params"]])
+        nu = SHARE / self.order * math.pow(unit, 1 / (self.order + 1))
         return nu if self.order == 1 else min(nu, LONGEST)
 
     @nu.setter
@@ -296,8 +302,15 @@ class F2SA(BilevelOptimizer):
         if formula.nodes == (0, 1) and solved.gradient is not None:
             apart, (g, f) = Vector(t[1] - t[0] for t in copies).norm(), estimate.diagnostics.values()
             figures = *g.unbind(), *f.unbind(), apart, found["lower_residual"].max()
-            falls = partial(_falls, self.nu, 1e3 * torch.finfo(y[0].dtype).eps)
+            falls = partial(_falls, self.nu, 1e3 * coarsest(y))
             oracle.checks.alert_if("another basin", BASIN, falls, *figures)
+        if solved.early is not None:
+            watch_leap(oracle.session, rule, start, solved, self.lower_steps, solved.early[0])
+        if {-1, 1} <= {*formula.nodes} and solved.early is not None and rule.plain:
+            self._watch_parting(oracle, formula, solved, start, rule.rates)
+        gap = self._difference_gap(formula, copies, estimate, working_unit((*oracle.x, *y)))
+        if gap is not None:
+            found["difference_gap"] = gap
         if solved.gradient is not None:
             found["linear_relative_residual"] = self._unsolved_part(formula, copies, solved.gradient, estimate)
         estimate = replace(estimate, diagnostics={})
@@ -349,7 +362,7 @@ class F2SA(BilevelOptimizer):
         i, j = formula.nodes.index(0 if 0 in formula.nodes else -1), formula.nodes.index(1)
         apart, rest = (Vector(t[j] - t[i] for t in both).norm() for both in (copies, slopes))
         f = estimate.diagnostics["upper"]
-        change = torch.maximum((f[j] - f[i]).abs(), torch.finfo(copies[0].dtype).eps * f[j].abs())
+        change = torch.maximum((f[j] - f[i]).abs(), coarsest(copies) * f[j].abs())
         step = (formula.nodes[j] - formula.nodes[i]) * self.nu
         return apart * rest / (step * change).clamp_min(torch.finfo(change.dtype).tiny)
 
@@ -366,7 +379,7 @@ class F2SA(BilevelOptimizer):
         spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
         if formula.nodes != (-1, 1) and sum(j != 0 for j in formula.nodes) > 1:
             known = torch.stack([spread[i] for i, j in enumerate(formula.nodes) if j])
-            rounding = 1e4 * torch.finfo(y[0].dtype).eps * y.norm()
+            rounding = 1e4 * coarsest(y) * y.norm()
             limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
             apart = (known.max() > limit * known.min()) & (distances.max() > rounding)
             if any(j < 0 for j in formula.nodes):
@@ -388,6 +401,43 @@ class F2SA(BilevelOptimizer):
         text = self._diverging(self._formula(inputs), inputs)
         oracle.checks.alert_if("diverging copies", text, _leaves, own, other, apart, first[0], middle[0], last[0])
 
+    def _watch_parting(
+        self, oracle: Oracle, formula: Stencil, solved: Solved, start: Vector, rates: Sequence[Rate]
+    ) -> None:
+        """Warn if the copies at -1 and 1 went apart as from a saddle or a maximum of g.
+
+        In a convex problem gradients do not grow over gradient steps, so none goes further than steps along the first.
+        """
+        assert solved.early is not None
+        one, other = (formula.nodes.index(j) for j in (-1, 1))
+        apart = Vector(t[one] - t[other] for t in solved.y).norm()
+        moved, reach = (solved.y - start).lane_norm(), solved.early[0] * largest_rate(rates, apart) * self.lower_steps
+        beyond = moved - reach * PARTING
+        least = torch.minimum(beyond[one], beyond[other])
+        oracle.checks.alert_if("another basin", PARTED, _part, apart, moved[one] + moved[other], least)
+
+    def _difference_gap(self, formula: Stencil, copies: Vector, estimate: Estimate, unit: float) -> Tensor | None:
+        """Return the relative difference of two finite differences at the copies, above rounding.
+
+        They are those of y by this formula and by the one of lower order without the outermost nodes. Order 1 compares
+        f and g: the derivative of g + s f at its minimum is f, so a trapezoid has both. None for order 2, whose nodes
+        have no other formula.
+        """
+        nodes, (g, f) = formula.nodes, estimate.diagnostics.values()
+        if nodes == (0, 1):
+            size = (f[1] - f[0]).abs()
+            gap = (f[1] - f[0] + (g[1] - g[0]) * (2 / self.nu)).abs()
+            rounding = f.abs().max() + g.abs().max() * (2 / self.nu)
+        elif len(nodes) > 2:
+            weights, inner = [float(c) for c in formula.weights], inner_weights(nodes)
+            change = [a - b for a, b in zip(weights, inner, strict=True)]
+            size, gap = copies.combine(weights).norm(), copies.combine(change).norm()
+            rounding = copies.lane(0).norm() * sum(map(abs, change))
+        else:
+            return None
+        found: Tensor = (gap - 4 * unit * rounding).clamp_min(0) / size.clamp_min(torch.finfo(size.dtype).tiny)
+        return found
+
     def _diverging(self, formula: Stencil, inputs: StepInputs) -> str:
         return (
             "the copies of y are not similarly far from y*, or go away from it (see diagnostics['spread'], of order 2 "
@@ -400,7 +450,7 @@ class F2SA(BilevelOptimizer):
     def _watch_rounding(self, oracle: Oracle) -> None:
         if is_tracing():
             return
-        unit = working_unit(oracle.y[0], oracle.session.found.products)
+        unit = working_unit((*oracle.x, *oracle.y), oracle.session.found.products)
         if unit > ROUNDING_LIMIT * self.nu:
             oracle.checks.alert(
                 "rounded differences",
@@ -434,6 +484,10 @@ class F2SA(BilevelOptimizer):
 def _falls(nu: float, rounding: float, g: Any, g_nu: Any, f: Any, f_nu: Any, apart: Any, residual: Any) -> Any:
     """Return True if g falls from y to its perturbed copy by ten times what f gains, or a slope at y allows."""
     return (g - g_nu > 10 * (nu * abs(f - f_nu) + residual * apart)) & (g - g_nu > rounding * abs(g))
+
+
+def _part(apart: Any, moved: Any, beyond: Any) -> Any:
+    return (apart > 0.5 * moved) & (beyond > 0)
 
 
 def _leaves(own: Any, other: Any, apart: Any, first: Any, middle: Any, last: Any) -> Any:

@@ -29,7 +29,7 @@ from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Ahead, Sample
 from ..problem.values import replace
-from ..problem.vector import Vector, is_sharded
+from ..problem.vector import Vector, coarsest, is_sharded
 from ..solvers.agd import AGD
 from ..solvers.lower import NO_END, LowerRule, is_known
 from .draws import Draw
@@ -138,7 +138,7 @@ def is_quiet(keys: set[str], inputs: StepInputs, estimate: Estimate, key: str) -
     residual = estimate.diagnostics.get("lower_residual")
     y = inputs.lower if estimate.lower is None else estimate.lower
     rate = estimate.diagnostics.get("lower_lr", max(inputs.lower_rates, default=0.0))
-    rounding = 10 * torch.finfo(y[0].dtype).eps
+    rounding = 10 * coarsest(y)
     return residual is not None and bool(residual.norm() * rate <= rounding * y.norm())
 
 
@@ -211,7 +211,7 @@ def _estimate_curvature(oracle: Oracle, sample: Sample, last: Vector | None, exa
             w = _iterated(oracle, system.gradient, product, last)
             return w, _none(changes, last)
     _, gradient = oracle.lower(sample)
-    y, unit, slope = oracle.y, working_unit(oracle.y[0]), gradient.norm()
+    y, unit, slope = oracle.y, working_unit(oracle.y), gradient.norm()
     tiny = torch.finfo(slope.dtype).tiny
     least = math.sqrt(unit) * (1 + y.norm())
     step = least

@@ -16,7 +16,7 @@ from ..oracle.oracle import Oracle
 from ..problem.tasks import LowerInit
 from ..problem.values import replace, values
 from ..problem.vector import Vector
-from ..solvers.lower import LowerRule, Memory, Rate, Solved, rates_of
+from ..solvers.lower import LowerRule, Memory, Rate, Solved, rates_of, watch_leap
 from .draws import DrawInputs
 
 __all__ = [
@@ -134,6 +134,8 @@ class StepInputs(DrawInputs):
         if solved.gradient is None:
             return LowerResult(oracle, solved.memory, {}, True)
         oracle.checks.finite("lower_grad", solved.y)
+        if solved.early is not None:
+            watch_leap(oracle.session, rule, oracle.y, solved, steps, solved.early[0])
         return LowerResult(oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.session), rule.plain)
 
     def step_along(self, oracle: Oracle, gradient: Vector) -> LowerResult:

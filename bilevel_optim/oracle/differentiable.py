@@ -15,6 +15,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from ..problem.vector import coarsest
+
 __all__ = [
     "UnchunkedCrossEntropy",
     "all_arguments",
@@ -167,13 +169,13 @@ def products_of(loss: Tensor) -> frozenset[str]:
     return frozenset(kind for kind, starts in _PRODUCTS.items() if any(name.startswith(starts) for name in names))
 
 
-def working_unit(t: Tensor, products: frozenset[str] | None = None) -> float:
-    """Return the rounding unit of computations with a tensor: of its type, of autocast's, or of such products."""
-    unit = torch.finfo(t.dtype).eps
-    kind = t.device.type
+def working_unit(tensors: Sequence[Tensor], products: frozenset[str] | None = None) -> float:
+    """Return the rounding unit of computations with tensors: of the coarsest type, of autocast's, or of products."""
+    unit = coarsest(tensors)
+    kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind):
         unit = max(unit, torch.finfo(torch.get_autocast_dtype(kind)).eps)
-    if products and t.dtype == torch.float32:
+    if products and any([t.dtype == torch.float32 for t in tensors]):
         of_host = kind in ("cpu", "xpu")
         for name in products:
             own = torch.backends.cuda if name == "matmul" else torch.backends.cudnn

@@ -165,14 +165,14 @@ class _LossCheck:
         """Raise if a derivative is wrong; return what could not be decided, with the reason."""
         if not any(which.startswith(self.level) for which in concerns):
             return []
-        unit = max(working_unit(t) for t in (*self.x, *self.y))
+        unit = working_unit((*self.x, *self.y))
         if unit > COARSE:
             return [f"{self.called} not checked: the precision is too low for differences"]
         try:
             self._place()
             if self.casts:
                 return [f"{self.called} not checked: it changes the type of values, perhaps to one of less precision"]
-            self.unit = max(working_unit(t, self.products) for t in (*self.x, *self.y))
+            self.unit = working_unit((*self.x, *self.y), self.products)
             if self.unit > COARSE:
                 return [f"{self.called} not checked: the precision is too low for differences (TF32)"]
             found = self._compared(concerns, SEEDS[0])

@@ -287,7 +287,7 @@ def _by_parts(oracle: Point, parts: Sequence[Sample], gradient: bool) -> LowerSy
 
 def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSystem:
     """Return the system with products from central differences of gradients, all on the same sample."""
-    y, session = oracle.y, oracle.session
+    y, session, both = oracle.y, oracle.session, (*oracle.x, *oracle.y)
 
     def slope(at: Vector, wrt: str) -> Vector:
         point = oracle.at(lower=at)
@@ -309,7 +309,7 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
         # Truncation eps^2 balances round-off u / eps at eps ~ u^(1/3), in units of the size of y along v. Half of that
         # is better on average: too long a step costs more than too short a one.
         length = v.norm().clamp_min(torch.finfo(torch.float32).tiny)
-        epsilon = 0.5 * math.pow(working_unit(y[0]), 1 / 3) * (1 + y.norm()) / length
+        epsilon = 0.5 * math.pow(working_unit(both), 1 / 3) * (1 + y.norm()) / length
         shift = v.times(epsilon)
         return (slope(y + shift, wrt) - slope(y - shift, wrt)).times(0.5 / epsilon)
 
@@ -327,7 +327,7 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
             torch.ones((), dtype=torch.bool, device=oracle.device),
         )
     # A longer step would not help: its truncation error is larger than the rounding error.
-    if working_unit(y[0], session.found.products) > working_unit(y[0]):
+    if working_unit(both, session.found.products) > working_unit(both):
         oracle.checks.alert(
             "rounded products",
             "the lower loss contains convolutions or products of matrices that torch computes in less than single "

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Vector", "any_sharded", "as_variable", "is_sharded", "stack"]
+__all__ = ["Vector", "any_sharded", "as_variable", "coarsest", "is_sharded", "stack"]
 
 Scalar = float | Tensor
 
@@ -80,7 +80,7 @@ class Vector(tuple[Tensor, ...]):
 
     def dot(self, other: Sequence[Tensor]) -> Tensor:
         """Return the inner product over all tensors, accumulated in float64 where the device has it."""
-        if len(self) == 1 or (self and self[0].dtype in _HALF):
+        if len(self) == 1 or not _HALF.isdisjoint([t.dtype for t in self]):
             products = [_wide(t) * o for t, o in zip(self, other, strict=True)]
         else:
             products = [*torch._foreach_mul([*self], [*other])]
@@ -195,6 +195,11 @@ _HALF = frozenset((torch.float16, torch.bfloat16))
 def _wide(t: Tensor) -> Tensor:
     """Convert a factor of products that are summed to a type that can hold the products."""
     return t.float() if t.dtype in _HALF else t
+
+
+def coarsest(tensors: Sequence[Tensor]) -> float:
+    """Return the largest rounding unit of the tensors' types, which need not be that of the first."""
+    return max([torch.finfo(kind).eps for kind in {t.dtype for t in tensors}])
 
 
 def as_variable(t: Tensor, needed: bool = True) -> Tensor:

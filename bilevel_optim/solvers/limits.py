@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..problem.parameters import is_number, require
-from ..problem.vector import Vector
+from ..problem.vector import Vector, coarsest
 
 __all__ = ["Clip", "Limits", "Projection", "changes", "limits_of"]
 
@@ -96,7 +96,7 @@ class Limits:
 
 def changes(before: Vector, after: Vector) -> Tensor:
     """Return a boolean scalar: True if a projection did more than rounding."""
-    return (after - before).norm() > 100 * torch.finfo(before[0].dtype).eps * before.norm()
+    return (after - before).norm() > 100 * coarsest(before) * before.norm()
 
 
 def limits_of(clip: Any, projection: Any, *, interior: bool) -> Limits:

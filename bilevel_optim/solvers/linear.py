@@ -55,6 +55,7 @@ class LinearSolution(NamedTuple):
         unfinished: whether the number of iterations ended a solve by `cg` or `minres` where v may be wrong by 3 percent
             (the residual times the condition), a scalar boolean tensor. None: not known.
         damping: the multiple of the identity that was added to H.
+        direction: what the next direction of `cg` adds to the residual; zero after a failure. None: another solver.
     """
 
     solution: Vector
@@ -66,6 +67,7 @@ class LinearSolution(NamedTuple):
     condition: Tensor | None = None
     unfinished: Tensor | None = None
     damping: float = 0.0
+    direction: Vector | None = None
 
     def evaluated(self, b: Vector, product: Vector, lanes: bool = False) -> LinearSolution:
         """Return this solution with its true residual.
@@ -91,6 +93,7 @@ def cg(
     atol: float = 0.0,
     damping: float = 0.0,
     lanes: bool = False,
+    direction: Sequence[Tensor] | None = None,
 ) -> LinearSolution:
     r"""Solve :math:`(H + \delta I) v = b` by conjugate gradients, H symmetric positive definite.
 
@@ -110,12 +113,18 @@ def cg(
     Args:
         product: v -> H v.
         b: right-hand side.
-        start: initial v; zero is taken instead if its residual is smaller. Default: zero, which saves one product.
+        start: initial v. Zero is taken instead if its residual is smaller, unless the start has a residual of at most
+            ten times b, the smaller q, and positive curvature: then it is nearer to the solution in the norm that CG
+            reduces. Default: zero, which saves one product.
         steps: largest number of iterations; one product each.
         tol: relative tolerance of the residual. Default: 0.
         atol: absolute tolerance of the residual. Default: 0.
         damping: :math:`\delta`. Default: 0.
         lanes: solve each lane of stacked tensors by itself. Default: False.
+        direction: `LinearSolution.direction` of the solve whose solution is the start. If H and b are the same, the two
+            solves make the iterates of one; if they have changed, all new directions are conjugate to the first one
+            under the present H. It is dropped where zero is taken, or where it is no direction of descent. Default:
+            None; the first direction is the residual.
 
     Example:
         >>> H = torch.tensor([1.0, 2.0])
@@ -125,43 +134,51 @@ def cg(
     """
     right, apply = Vector(b), partial(_damped, product, damping=damping)
     one_here = right[0].is_cpu and not lanes and not any_sharded(right) and _host_looks(right[0])
-    v, r = _choose_start(apply, right, start, lanes, read=one_here)
+    v, r, kept = _choose_start(apply, right, start, lanes, read=one_here, energy=True)
+    turn = None if direction is None or start is None else _where(kept, Vector(direction), right.zeros_like())
     unit, looked_at = _unit(r, lanes, read=one_here), max(tol, atol)
     if unit is not None:
         inverse = 1 / unit
         scaled = right.times(inverse)
         r, v, atol = scaled if r is right else r.times(inverse), v.times(inverse), atol * inverse
+        turn = None if turn is None else turn.times(inverse)
         right = scaled
     stop = _Stop(steps, tol, atol, looked_at)
     if right[0].device.type == "cuda" and not any_sharded(right):
-        found = _fused(apply, right, v, r, stop, lanes)
+        found = _fused(apply, right, v, r, turn, stop, lanes)
     else:
         algebra = _NUMBERS if one_here else _LANES if lanes else _SCALARS
-        found = _cg(apply, right, v, r, stop, algebra, partial(iteration, algebra))
-    v, residual, *figures, _ = found
+        found = _cg(apply, right, v, r, turn, stop, algebra, partial(iteration, algebra))
+    v, residual, *figures, _, turn = found
     if unit is not None:
         v, residual = v.times(unit), residual * unit
-    whole: Any = (v, residual, *figures, damping)
+        turn = None if turn is None else turn.times(unit)
+    whole: Any = (v, residual, *figures, damping, turn)
     return LinearSolution(*whole)  # Dynamo of torch 2.11 cannot return what `_replace` makes
 
 
 def _choose_start(
-    apply: Product, b: Vector, start: Sequence[Tensor] | None, lanes: bool, *, read: bool = False
-) -> tuple[Vector, Vector]:
-    """Return the first iterate and its residual: the start, or zero where that has a smaller residual.
+    apply: Product, b: Vector, start: Sequence[Tensor] | None, lanes: bool, *, read: bool = False, energy: bool = False
+) -> tuple[Vector, Vector, bool | Tensor]:
+    """Return the first iterate, its residual, and whether it is the start: else zero, which has a smaller residual.
 
-    A start with a non-finite residual is kept, so that the caller notices it. The residuals are compared on the host if
-    they may be ``read``.
+    With ``energy`` a start of larger residual is kept if it is nearer to the solution in the norm of H. A start with a
+    non-finite residual is kept, so that the caller notices it. Numbers are compared on the host if they may be
+    ``read``.
     """
     if start is None:
-        return b.zeros_like(), b
+        return b.zeros_like(), b, False
     v = Vector(start)
     r = b - apply(v)
-    if read:
-        return (b.zeros_like(), b) if float(b.norm()) < float(r.norm()) < inf else (v, r)
-    ours, theirs = (r.lane_norm(), b.lane_norm()) if lanes else (r.norm(), b.norm())
-    useless = (ours > theirs) & (ours < inf)
-    return _where(useless, b.zeros_like(), v), _where(useless, b, r)
+    norm, dot = (Vector.lane_norm, Vector.lane_dot) if lanes else (Vector.norm, Vector.dot)
+    ours, theirs = (float(norm(t)) if read else norm(t) for t in (r, b))
+    useless: Any = (ours > theirs) & (ours < inf)
+    if energy and (not read or useless):
+        # q(v) < 0 = q(0) and v'Hv > 0 are v'b > -v'r and v'b > v'r. Residuals of CG rise on their way to the solution,
+        # so a start of larger residual than zero may be far better. Starts of indefinite systems grow without a bound.
+        useless = useless & ((dot(v, r).abs() >= dot(v, b)) | (ours > GROWTH**0.5 * theirs))
+    kept = not useless if read else ~useless
+    return _where(kept, v, b.zeros_like()), _where(kept, r, b), kept
 
 
 def _where(condition: bool | Tensor, a: Vector, b: Vector) -> Vector:
@@ -198,22 +215,39 @@ class _Stop(NamedTuple):
 
 
 def _cg(
-    apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, algebra: Algebra, step: Callable[..., Any]
+    apply: Product,
+    b: Vector,
+    v: Vector,
+    r: Vector,
+    turn: Vector | None,
+    stop: _Stop,
+    algebra: Algebra,
+    step: Callable[..., Any],
 ) -> LinearSolution:
-    """Run the iterations from v, whose residual is r; ``step`` computes all that follows a product."""
+    """Run the iterations from v, whose residual is r; ``step`` computes all that follows a product.
+
+    The first direction is r, plus ``turn`` where the sum is a direction of descent.
+    """
     dot, add, where = algebra
     eps, square = torch.finfo(b[0].dtype).eps, dot(b, b)
     rr = square if r is b else dot(r, r)
     noise = 4 * eps if eps < 1e-6 else eps  # relative error of H v; sums of half precision are made in single
     floor, given = max(stop.tol, eps) ** 2 * square, stop.atol**2
     floor, p, pp = where(floor > given, floor, given), r, rr
+    if turn is not None:
+        # p'r = r'r makes the length of `step` the best one, also if b or H has changed.
+        tilted = add(r, turn, 1.0)
+        descent = dot(tilted, r)
+        good = descent > 0.1 * rr
+        p = _where(good, tilted.times(where(good, rr / where(good, descent, 1.0), 1.0)), r)
+        pp = dot(p, p)
     active = rr > floor
     iterations, indefinite, diverged, stalled = 0 * active, *(active & False for _ in range(3))
     # A Hessian of condition kappa lifts residuals sqrt(kappa)-fold at most. A start that is solved may be kept.
     most, solved = where(rr > square, rr, square) / eps, rr <= eps * square
     best, best_rr = v, rr
     length, pivot, before = 0.0 * rr if r is b else _norm_and_inverse(v, algebra)[0] ** 2, 0.0 * rr, rr
-    top, least = pivot, pivot + inf
+    top, least, energy = pivot, pivot + inf, rr
     for k in range(stop.steps):
         if _seen_done(active, k, stop.looked_at):
             break
@@ -224,21 +258,32 @@ def _cg(
             # r ||r|| / ||Hr|| is along r, at most ||r|| over the smallest |eigenvalue| long, and its residual is at
             # most 2 ||r||. If H is positive definite, CG's own first step may lift the residual and still be better.
             size, inverse = _norm_and_inverse(hp, algebra)
-            top = size / where(rr > 0, rr, 1.0) ** 0.5
+            top = size / where(pp > 0, pp, 1.0) ** 0.5
             safe = where(solved, 0.0, rr**0.5 * inverse)
-            best, rest = add(v, r, safe), add(r, hp, -safe)
-            best_rr = dot(rest, rest)
+            best, rest = add(v, p, safe), add(r, hp, -safe)
+            best_rr, first, image = dot(rest, rest), p, hp
         # The pivots p'Hp / r'r of the Lanczos matrix are at least its smallest eigenvalue.
         v, r, p, new_rr, curvature, negative = step(v, r, p, hp, rr, active, noise * top * rr)
         active = active ^ negative
         indefinite, iterations = indefinite | negative, iterations + active
         alpha = where(active, rr / where(active, curvature, 1.0), 0.0)
-        turn, pivot = rr / where(before > 0, before, 1.0) * pivot, curvature / where(rr > 0, rr, 1.0)
-        top = where(active & (pivot + turn > top), pivot + turn, top)
+        upper, pivot = rr / where(before > 0, before, 1.0) * pivot, curvature / where(rr > 0, rr, 1.0)
         least = where(active & (pivot < least), pivot, least)
+        if turn is not None and k == 0:
+            pivot = 0.0 * pivot  # only in a row of residuals is it an entry of the Lanczos matrix
+        top = where(active & (pivot + upper > top), pivot + upper, top)
         length = length + alpha * alpha * pp
         before, rr = rr, new_rr
-        pp = rr + where(active, rr / where(before > 0, before, 1.0), 0.0) ** 2 * pp
+        ratio = where(active, rr / where(before > 0, before, 1.0), 0.0)
+        if turn is None:
+            pp = rr + ratio**2 * pp
+        else:
+            # Without a change of H and b all directions are conjugate to the first one anyway.
+            if k == 0:
+                energy = curvature
+            share = where(energy > 0, dot(r, image) / where(energy > 0, energy, 1.0), 0.0)
+            p = add(p, first, -(share + ratio if k == 0 else share))
+            pp = dot(p, p)
         better = active & (rr < (best_rr if k else where(solved, best_rr, GROWTH * square)))
         best, best_rr = _where(better, v, best), where(better, rr, best_rr)
         growing = active & (rr > most) & (rr < inf)  # an infinite one is left for the caller
@@ -248,6 +293,7 @@ def _cg(
     # The last residual may be on its way up and back, or H may be indefinite without a sign of it so far.
     diverged = diverged | ((rr > square) & ((rr > GROWTH * square) | (rr > GROWTH * best_rr)) & (rr < inf))
     failed = diverged | indefinite | (solved & (rr > best_rr))
+    following = _where(failed, b.zeros_like(), p - r)
     v, rr = _where(failed, best, v), where(failed, best_rr, rr)
     iterations = iterations + (indefinite & (iterations == 0))
     unsolved = rr > eps * square  # a solution is one, whatever was met after it
@@ -265,10 +311,14 @@ def _cg(
     residual = rr.sqrt()
     relative = _relative(residual, square.sqrt())
     unfinished = active & ~diverged & (relative * condition > ENDED)
-    return LinearSolution(v, residual, iterations, indefinite, relative, diverged, condition, unfinished)
+    return LinearSolution(
+        v, residual, iterations, indefinite, relative, diverged, condition, unfinished, direction=following
+    )
 
 
-def _fused(apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, lanes: bool) -> LinearSolution:
+def _fused(
+    apply: Product, b: Vector, v: Vector, r: Vector, turn: Vector | None, stop: _Stop, lanes: bool
+) -> LinearSolution:
     """Run the iterations on one tensor with a row for each lane, with steps by the fused operator."""
     n = len(b[0]) if lanes else 1
     sizes = [t.numel() // n for t in b]
@@ -284,9 +334,12 @@ def _fused(apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, lanes: 
         return *(Vector([t]) for t in vectors), rr, curvature, negative
 
     rows = flat(b)
-    found = _cg(lambda p: flat(apply(whole(p))), rows, flat(v), rows if r is b else flat(r), stop, _LANES, step)
-    figures: Any = found[1:-1] if lanes else [figure.squeeze(0) for figure in found[1:-1] if figure is not None]
-    return LinearSolution(whole(found.solution), *figures)
+    first = None if turn is None else flat(turn)
+    found = _cg(lambda p: flat(apply(whole(p))), rows, flat(v), rows if r is b else flat(r), first, stop, _LANES, step)
+    figures: Any = found[1:-2] if lanes else [figure.squeeze(0) for figure in found[1:-2] if figure is not None]
+    assert found.direction is not None
+    rest: Any = (*figures, 0.0, whole(found.direction))
+    return LinearSolution(whole(found.solution), *rest)
 
 
 def _norm_and_inverse(vector: Vector, algebra: Algebra) -> tuple[Any, Any]:
@@ -357,14 +410,16 @@ def minres(
     eps = torch.finfo(b[0].dtype).eps
     b_norm = norm(b)
     floor = (max(tol, eps) * b_norm).clamp_min(atol)
-    first, r = _choose_start(partial(_damped, product, damping=damping), b, start, lanes)
+    first, r, _ = _choose_start(partial(_damped, product, damping=damping), b, start, lanes)
     v, residual = first, norm(r)
     beta = residual
     # Lanczos makes H tridiagonal in the basis q; Givens rotations (c, s) make that triangular, row by row, and w are
     # the columns of Q R^-1. Names as in the source: the last rows' entries are dbar (not yet rotated) and epsilon.
     q_old, q = b.zeros_like(), r.times(_inverse(beta))
     w_old = w = b.zeros_like()
-    c, s, dbar, epsilon, size = -torch.ones_like(beta), *(torch.zeros_like(beta) for _ in range(4))
+    c, s, dbar, epsilon = -torch.ones_like(beta), *(torch.zeros_like(beta) for _ in range(3))
+    # The residual of a start may lie in the kernel of H: its products are rounding, and do not show the size of H.
+    size = torch.zeros_like(beta) if start is None else norm(b - r) * _inverse(norm(first))
     iterations = torch.zeros_like(beta, dtype=torch.int64)
     stuck = torch.zeros_like(beta, dtype=torch.bool)
     least, outside = torch.full_like(beta, inf), beta > 0

@@ -32,9 +32,11 @@ __all__ = [
     "Solved",
     "gradient_dot",
     "is_known",
+    "largest_rate",
     "needs_closure",
     "rates_of",
     "sgd",
+    "watch_leap",
     "watched_growth",
 ]
 
@@ -54,6 +56,12 @@ GROWS = "growing lower gradient"  # the key of the alert
 LED_AWAY = "lower steps led away"  # the key of a silent alert: such steps may be repeated
 NO_END = "lower solve without an end"  # the key of an alert about several solves
 GROWTH = 4.0  # of the norm of the gradient, in each half of the lower steps
+LEAP = 1e3  # how much further gradient steps may go than steps along gradients like the first
+LEAPING = (
+    "the lower steps went more than a thousand times further than their first gradient explains: the lower loss is "
+    "much steeper on the way than where they began, so y is most likely far from any solution. Start y elsewhere, or "
+    "use a smaller lower_lr, or lower_clip"
+)
 GROWING = (
     "the gradient of the lower loss grows over the lower steps (see diagnostics['lower_growth']), so y goes away "
     "from a solution and the hypergradient is not reliable. Use a smaller lower_lr, another lower_optimizer, or "
@@ -393,6 +401,30 @@ def watched_growth(
         turn = first.new_zeros(()) if turn is None else turn
         session.checks.alert_if(NO_END, trend.message, trend.note_solve, first, last, turn)
     return {"lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}
+
+
+def largest_rate(rates: Sequence[Rate], like: Tensor) -> Rate:
+    """Return the largest learning rate, a number if all of them are."""
+    if all([isinstance(rate, float) for rate in rates]):
+        return max(rates)
+    return torch.stack([torch.as_tensor(rate).to(like) for rate in rates]).max()
+
+
+def watch_leap(session: Session, rule: LowerRule, start: Vector, solved: Solved, steps: int, first: Tensor) -> None:
+    """Warn if gradient steps went much further than gradients like the first, of this norm, explain.
+
+    The last gradient may be as small as the first: that of exp(y) - y is -1 far to the left, where a long step ends.
+    """
+    if rule.plain:
+        first, last, rate = _together(first), solved.norm(), largest_rate(rule.rates, first)
+        moved, size = (solved.y - start).norm(), 1 + start.norm()  # from a saddle steps go far, but not that far
+        session.checks.alert_if("leaping lower steps", LEAPING, _leapt, moved, size, first, last, steps * rate * first)
+
+
+def _leapt(moved: Any, size: Any, first: Any, last: Any, reach: Any) -> Any:
+    """Return True for a leap to where a step would not undo it."""
+    far = (moved > LEAP * reach) & (moved > LEAP * size) & (first > 0)
+    return far & (last > 0.1 * first) & (100 * reach * last < moved * first)
 
 
 def _grows(first: Any, middle: Any, last: Any) -> Any:

@@ -16,7 +16,7 @@ from ..oracle.doors import OPTIONS, PROJECTION, STEP
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
-from .lower import LowerRule
+from .lower import LowerRule, watch_leap
 
 __all__ = ["STACK", "Paths"]
 
@@ -35,12 +35,14 @@ class PathEnds(NamedTuple):
         first: gradients of g at the first steps; None without steps.
         last: those at the last steps, or the residual of a projected step.
         total: sums of g over the steps.
+        start: where they begin.
     """
 
     y: Vector
     first: Vector | None
     last: Vector | None
     total: Tensor
+    start: Vector
 
 
 class Paths:
@@ -130,5 +132,7 @@ class Paths:
 
         solved = rule.run(start, rule.fresh(), len(self.samples), draw)
         solved.watched(oracle.session)
+        if solved.early is not None:
+            watch_leap(oracle.session, rule, start, solved, len(self.samples), solved.early[0])
         total = torch.stack(values).sum(0) if values else start[0].new_zeros(n)
-        return PathEnds(solved.y, first[0] if first else None, solved.residual, total)
+        return PathEnds(solved.y, first[0] if first else None, solved.residual, total, start)

@@ -33,12 +33,13 @@ VERDICTS = {
     "warned": "wrong, with a warning",
     "refused": "an error instead of a number",
     "shown": "wrong, without a warning, but [diagnostics](diagnostics.md) show it: `linear_relative_residual`, "
-    "`start_influence` (ITD) or `response_residual` (PZOBO) above 0.01, `predicted_change` above 0.01 of the loss, or "
-    "a negative `linear_curvature`",
+    "`start_influence` (ITD), `response_residual` (PZOBO) or `difference_gap` (F2SA) above 0.01, `predicted_change` or "
+    "`predicted_bound` above 0.01 of the loss, `lower_growth` above 2, or a negative `linear_curvature`",
     "silent": "wrong, without a word; where there is no right value, any number without a word",
 }
 METHODS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "AID": ("AID", {}),
+    "AID, keep_direction": ("AID", {"keep_direction": True}),
     "AID, 100 products": ("AID", {"linear_steps": 100}),
     "AID, minres": ("AID", {"linear_solver": "minres"}),
     "AID, minres, 100": ("AID", {"linear_solver": "minres", "linear_steps": 100}),
@@ -68,20 +69,17 @@ HEADER = (
     "of the procedure. `python -m recipes.benchmarks.hard_cases` makes this page.",
 )
 LEFT = {
-    "indefinite: no minimum": "PZOBO: the part of y that responds to x has a minimum, and paths do not see the other.",
-    "separable data without a penalty": "PZOBO: all gradients tend to zero, and so do their differences between paths.",
-    "squared hinge, float32": "Examples cross the margin between the four copies, where the Hessian jumps, and first "
-    "derivatives at a few points show no jump.",
-    "saddle of g": "Copies of order 2 and 4 end in two minima, with small gradients and no copy at y to compare with; "
-    "paths of PZOBO rest at the saddle.",
-    "sigmoid, then cross-entropy, float32": "The gradient of the saturated sigmoid is wrong by more than the rounding "
-    "unit from which nu follows.",
+    "squared hinge, float32": "An example crosses its margin between y and the copies, where the Hessian jumps. Orders "
+    "2 and 4 at these copies agree to 0.5 %, and both are off; with the smaller nu of order 2 no example crosses.",
 }  # why nothing is said, by case
 DOUBTED = {
     "interpolation without a penalty, float32": "CG failed, and its failure is told before MINRES takes over.",
-    "condition 1e6, float32": "The residual of the LU solution is above 1 %, which rarely ends so well.",
+    "softmax, f = |y|^2 / 2": "CG failed, and its failure is told before MINRES takes over.",
     "singular, right side not in the range": "CG failed, and its failure is told before MINRES takes over.",
-    "bfloat16": "Differences of losses with two digits are right by luck: see the page on their steps.",
+    "condition 1e6, float32": "The residual of the LU solution is 1.03 % of b, and the limit 1 %. In twenty other "
+    "such problems it is below in 19, and all are within 0.6 %; but the condition times the rounding unit is 12 %.",
+    "bfloat16": "Right by luck: of twenty such problems, 9 are within 5 % with order 2 (at most 15 %), 3 with order 4 "
+    "(at most 19 %).",
 }  # why a warning is given, by case
 Cell = dict[str, Any]
 
@@ -165,11 +163,11 @@ def signs(metrics: Mapping[str, float]) -> dict[str, float]:
     found = dict(metrics)
     if "linear_right_side" in found:
         found["linear_relative_residual"] = found["linear_residual"] / max(found["linear_right_side"], 1e-300)
-    if "predicted_change" in found:
-        found["predicted_change"] = abs(found["predicted_change"]) / max(abs(found["loss"]), 1e-300)
-    limits = dict.fromkeys(
-        ("linear_relative_residual", "start_influence", "response_residual", "predicted_change"), UNSOLVED
-    )
+    for name in ("predicted_change", "predicted_bound"):
+        if name in found:
+            found[name] = abs(found[name]) / max(abs(found["loss"]), 1e-300)
+    names = "linear_relative_residual", "start_influence", "response_residual", "predicted_change", "predicted_bound"
+    limits = {**dict.fromkeys((*names, "difference_gap"), UNSOLVED), "lower_growth": 2.0}
     signs = {name: found[name] for name, limit in limits.items() if found.get(name, 0.0) > limit}
     if found.get("linear_curvature", 0.0) < 0:
         signs["linear_curvature"] = found["linear_curvature"]
@@ -211,7 +209,7 @@ def _doubted(results: Mapping[str, Mapping[str, Cell]]) -> list[str]:
         f"{count} of the right estimates have such a value too: what is unsolved lies in the kernel of a singular",
         "Hessian or hardly reaches x, f is linear in y (`predicted_change`), the steps are meant to end early, or the",
         "precision is that of bfloat16. That is why these values raise no warning. `AID` with `auto` tells that it",
-        "changes its solver.",
+        "changes its solver, because CG that meets negative curvature means that y may be at a saddle.",
     ]
 
 

@@ -3,6 +3,7 @@ r"""Compare `bo.solve` with cvxpylayers and torchdeq on a problem that both can 
     python -m recipes.benchmarks.layers --page docs/howto/layer.md --out docs/records   # where both are installed
 
     ridge        y = argmin |A y - b|^2 + sum_j (p_j y_j)^2     40 rows, 10 unknowns, gradient in b and p
+    nonnegative  the same for y >= 0
     fixed point  y = tanh(W y + x), |W| = 1/2                   32 vectors of 50 unknowns, gradient in x
 
 The loss on top is |y - t|^2 / 2. The right gradient comes from dense matrices in double precision, and is compared with
@@ -17,6 +18,7 @@ import importlib.metadata
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from ..common import Parser, save, show
 from ..common.seeds import stream
 
 DOUBLE = torch.float64
-PROBLEMS = ("ridge", "fixed point")
+PROBLEMS = ("ridge", "nonnegative", "fixed point")
 PRECISIONS = {"float32": torch.float32, "float64": DOUBLE}
 ITERATIONS = 200
 BEGIN, END = "<!-- table of recipes.benchmarks.layers -->\n", "<!-- end of the table -->\n"
@@ -45,11 +47,13 @@ def normal(*shape: int, name: str) -> Tensor:
 MATRIX = normal(40, 10, name="matrix")
 WEIGHT = normal(50, 50, name="weight")
 WEIGHT = WEIGHT / (2 * torch.linalg.matrix_norm(WEIGHT, 2))
-POINT: dict[str, Xs] = {
-    "ridge": (normal(40, name="targets"), normal(10, name="penalties").exp()),
-    "fixed point": (normal(32, 50, name="inputs"),),
+RIDGE, RIDGE_TARGET = (normal(40, name="targets"), normal(10, name="penalties").exp()), normal(10, name="ridge target")
+POINT: dict[str, Xs] = {"ridge": RIDGE, "nonnegative": RIDGE, "fixed point": (normal(32, 50, name="inputs"),)}
+TARGET = {
+    "ridge": RIDGE_TARGET,
+    "nonnegative": RIDGE_TARGET,
+    "fixed point": normal(32, 50, name="fixed point target"),
 }
-TARGET = {"ridge": normal(10, name="ridge target"), "fixed point": normal(32, 50, name="fixed point target")}
 
 
 def upper(problem: str, y: Tensor) -> Tensor:
@@ -66,8 +70,18 @@ def update(x: Tensor, y: Tensor) -> Tensor:
 
 def dense(problem: str, *x: Tensor) -> Tensor:
     """Return the solution, by operations that torch differentiates."""
-    if problem == "ridge":
-        return torch.linalg.solve(MATRIX.T @ MATRIX + torch.diag(x[1].square()), MATRIX.T @ x[0])
+    if problem != "fixed point":
+        matrix, right, free = MATRIX.T @ MATRIX + torch.diag(x[1].square()), MATRIX.T @ x[0], torch.ones(10).bool()
+        while problem == "nonnegative":
+            with torch.no_grad():  # active sets: the entries that stay positive
+                y = torch.zeros(10, dtype=DOUBLE)
+                y[free] = torch.linalg.solve(matrix[free][:, free], right[free])
+                after = torch.where(free, y > 0, matrix @ y < right)
+            if torch.equal(after, free):
+                break
+            free = after
+        solved = torch.linalg.solve(matrix[free][:, free], right[free])
+        return torch.zeros(10, dtype=DOUBLE).masked_scatter(free, solved)
     with torch.no_grad():
         y = torch.zeros_like(x[0])
         for _ in range(ITERATIONS):
@@ -108,8 +122,9 @@ def iterate(loss: Callable[[Tensor], Tensor], y: Tensor, x: Tensor) -> Tensor:
 
 
 def ours(problem: str, own: bool = False) -> Solution:
-    if problem == "ridge":
-        return lambda *xs: bo.solve(ridge, xs, torch.zeros(10, dtype=xs[0].dtype))
+    if problem != "fixed point":
+        proximal = {"nonnegative": lambda x, z, _: z.clamp(min=0)}.get(problem)
+        return lambda *xs: bo.solve(ridge, xs, torch.zeros(10, dtype=xs[0].dtype), proximal=proximal)
 
     def solution(x: Tensor) -> Tensor:
         data = x.detach()
@@ -121,11 +136,15 @@ def ours(problem: str, own: bool = False) -> Solution:
     return solution
 
 
-def cvxpylayers(**options: Any) -> Solution:
+def cvxpylayers(problem: str, **options: Any) -> Solution:
     import cvxpy as cp
     from cvxpylayers.torch import CvxpyLayer
 
-    y, targets, penalties = cp.Variable(10), cp.Parameter(40), cp.Parameter(10, nonneg=True)
+    y, targets, penalties = (
+        cp.Variable(10, nonneg=problem == "nonnegative"),
+        cp.Parameter(40),
+        cp.Parameter(10, nonneg=True),
+    )
     loss = cp.sum_squares(MATRIX.numpy() @ y - targets) + cp.sum_squares(cp.multiply(penalties, y))
     layer = CvxpyLayer(cp.Problem(cp.Minimize(loss)), parameters=[targets, penalties], variables=[y])
     return lambda *xs: layer(*xs, solver_args=options)[0]
@@ -141,11 +160,13 @@ def torchdeq(**options: Any) -> Solution:
 TIGHT = {"f_max_iter": ITERATIONS, "f_tol": 1e-15, "b_max_iter": ITERATIONS, "b_tol": 1e-15}
 # problem: [(library, package, settings, makes the layer)]
 ROWS: dict[str, list[tuple[str, str, str, Callable[[], Solution]]]] = {
-    "ridge": [
-        ("bo.solve", "bilevel_optim", "defaults", lambda: ours("ridge")),
-        ("cvxpylayers", "cvxpylayers", "defaults", cvxpylayers),
-        ("cvxpylayers", "cvxpylayers", "eps=1e-14", lambda: cvxpylayers(eps=1e-14)),
-    ],
+    problem: [
+        ("bo.solve", "bilevel_optim", "defaults", partial(ours, problem)),
+        ("cvxpylayers", "cvxpylayers", "defaults", partial(cvxpylayers, problem)),
+        ("cvxpylayers", "cvxpylayers", "eps=1e-14", partial(cvxpylayers, problem, eps=1e-14)),
+    ]
+    for problem in ("ridge", "nonnegative")
+} | {
     "fixed point": [
         ("bo.solve", "bilevel_optim", "defaults", lambda: ours("fixed point")),
         ("bo.solve", "bilevel_optim", "minimiser= iterates", lambda: ours("fixed point", own=True)),

@@ -174,9 +174,11 @@ def ours_minres(problem: str) -> Tensor:
 
 
 def ours_solve(problem: str) -> Tensor:
-    only(problem, *SMOOTH)
+    only(problem, *SMOOTH, *PROBLEMS[4:])
     zero = torch.zeros(6, dtype=torch.float64)
-    return gradient(problem, lambda x: bo.solve(lambda x, y: lower(problem, x, y), x, zero))
+    proximal = {"constrained": lambda x, z, _: simplex(z), "sparse": lambda x, z, step: shrunk(z, step * x.exp())}
+    options = {"proximal": proximal[problem]} if problem in proximal else {}
+    return gradient(problem, lambda x: bo.solve(lambda x, y: smooth_part(problem, x, y), x, zero, **options))
 
 
 def ours_itd(problem: str) -> Tensor:
@@ -667,6 +669,8 @@ NOTES = (
     "  qpth and BOAT with `pip install --no-deps`: they ask for an old numpy, and run with 2.4.",
     "* torchsde and geomloss solve no lower problem; second derivatives of geomloss's losses are wrong (`findings`),",
     '  so a lower loss made of them needs `hvp="finite-difference"` or `F2SA`.',
+    "",
+    "[What other libraries have](peer_features.md) lists two features of each, and what takes their place here.",
 )
 
 

@@ -282,6 +282,7 @@ def five_products() -> Case:
     methods: dict[str, tuple[str, Mapping[str, Any]]] = {
         "AID, 100 products": ("AID", {"linear_steps": 100}),
         "AID, 5 products": ("AID", few),
+        "AID, keep_direction, 5": ("AID", {**few, "keep_direction": True}),
         "AID, minres, 5": ("AID", minres),
         **{f"{name}, 5 products": (name, few) for name in ("BA", "PAID", "AmIGO")},
         "RAHGD, 5 products": ("RAHGD", {**few, "lower_lr": 1.0}),
@@ -424,6 +425,20 @@ def saddle() -> Case:
     return Case(f, g, torch.ones(1, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE), None)
 
 
+def quartic() -> Case:
+    """A minimum without curvature, y* = x, which gradient steps approach ever more slowly."""
+    target = torch.tensor([2.0, -1.0], dtype=DOUBLE)
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return (y - target.to(y)).square().sum() / 2
+
+    def g(x: Tensor, y: Tensor) -> Tensor:
+        return (y - x).pow(4).sum() / 4
+
+    x = torch.tensor([1.0, 0.5], dtype=DOUBLE)
+    return Case(f, g, x, torch.zeros(2, dtype=DOUBLE), x - target)
+
+
 def saturated() -> Case:
     """A sigmoid before the cross-entropy: in single precision its gradient is exactly 0 at 20, where it should be 1."""
 
@@ -502,7 +517,7 @@ CASES: dict[str, Entry] = {
     "condition 1e4, twenty calls": Entry(
         lambda: at_solution(*quadratic(1e4, 100), calls=20),
         "A quadratic in 100 unknowns. A warm start of v at each call restarts conjugate gradients: twenty times ten "
-        "products are far from two hundred.",
+        "products are far from two hundred, unless `keep_direction=True` goes on with the last direction.",
     ),
     "condition 1e4, twenty calls of five products": Entry(
         five_products,
@@ -562,6 +577,9 @@ CASES: dict[str, Entry] = {
         squared_hinge, "The Hessian jumps where an example reaches its margin; x: log weights of the examples."
     ),
     "saddle of g": Entry(saddle, "g = (y_1 y_2 - x)^2 / 2 at zero: two minima are equally near, so no right value."),
+    "a minimum without curvature": Entry(
+        quartic, "g = |y - x|^4 / 4 (entry by entry): gradient steps come to y* = x ever more slowly."
+    ),
     "sigmoid, then cross-entropy, float32": Entry(
         saturated, "`binary_cross_entropy(sigmoid(y), 0)`: above y = 17 its gradient is 0 in place of 1."
     ),

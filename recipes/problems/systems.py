@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..common.seeds import stream
 
-__all__ = ["SYSTEMS", "Direction", "System"]
+__all__ = ["SYSTEMS", "Direction", "System", "logistic", "ridge"]
 
 DOUBLE = torch.float64
 Loss = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
@@ -127,6 +127,28 @@ def softmax(penalty: float) -> System:
 
     x = torch.zeros(rows, dtype=DOUBLE)
     y = newton(lambda q: lower(x, q, data), torch.zeros(size * classes, dtype=DOUBLE))
+    return System(upper, lower, x, y, data)
+
+
+def logistic(name: str, penalty: float) -> System:
+    """Logistic regression on standardised data of scikit-learn, with 300 weighted examples: tumours, or odd digits."""
+    from sklearn.datasets import load_breast_cancer, load_digits
+
+    bunch = load_breast_cancer() if name == "breast cancer" else load_digits()
+    inputs, signs = torch.tensor(bunch.data, dtype=DOUBLE), 2.0 * torch.tensor(bunch.target % 2, dtype=DOUBLE) - 1
+    inputs = ((inputs - inputs.mean(0)) / inputs.std(0))[:, inputs.std(0) > 0.1]
+    order = torch.randperm(len(inputs), generator=stream(0, "data"))
+    train, rest = order[:300], order[300:600]
+
+    def upper(x: Tensor, y: Tensor, d: Mapping[str, Tensor]) -> Tensor:
+        return F.softplus(-d["s"] * (d["V"] @ y)).mean()
+
+    def lower(x: Tensor, y: Tensor, d: Mapping[str, Tensor]) -> Tensor:
+        return (x.exp() * F.softplus(-d["t"] * (d["A"] @ y))).mean() + 0.5 * penalty * y.square().sum()
+
+    data = {"A": inputs[train], "t": signs[train], "V": inputs[rest], "s": signs[rest]}
+    x = torch.zeros(300, dtype=DOUBLE)
+    y = newton(lambda q: lower(x, q, data), torch.zeros(inputs.shape[1], dtype=DOUBLE))
     return System(upper, lower, x, y, data)
 
 

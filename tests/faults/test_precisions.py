@@ -137,11 +137,8 @@ def test_the_levels_may_have_different_types(row, kinds):
         problem.run(other)
         ends.append(torch.cat([t.detach().double() for t in (*problem.x, *problem.y)]))
         assert [t.dtype for t in (*problem.x[:1], *problem.y)] == [*some]
-    if row.name not in ROUGH:
-        torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-3)
-
-
-ROUGH = ("PZOBO", "PZOBO-relative-central", "HOZOG", "ESMAML", "F2SA-1", "F2SA-3", "F2SA-4-independent", "F2SA")
+    rough = row.name == "F2SA-1"  # order 1 in single precision
+    torch.testing.assert_close(*ends, rtol=1e-2 if rough else 1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("loaded", [True, False])
@@ -182,3 +179,73 @@ def test_averages_have_the_types_of_the_parameters():
     (before,) = optimizer.averaged_parameters()
     net.float()
     assert torch.equal(optimizer.averaged_parameters()[0], before.float())
+
+
+def two_tensors(cls, kinds, **options):
+    """Return the relative error for f = |y - t|^2 / 2 and g = y'Ay / 2 - y'B sin(x), with y in two tensors."""
+    draw = seeded(2)
+    A, B, t = (torch.randn(*size, generator=draw, dtype=torch.float64) for size in ((5, 5), (5, 4), (5,)))
+    A = A @ A.T / 5 + torch.eye(5).double()
+    x = torch.linspace(-0.5, 0.5, 4, dtype=kinds[0]).requires_grad_()
+    y = [torch.zeros(n, dtype=kind).requires_grad_() for n, kind in zip((3, 2), kinds[1:], strict=True)]
+
+    def whole():
+        return torch.cat([p.double() for p in y])
+
+    optimizer = cls([x], y, lr=1.0, lower_lr=0.3, lower_steps=100, **options)
+    optimizer.backward(
+        lambda: (whole() - t).square().sum() / 2, lambda: whole() @ (A @ whole() / 2 - B @ x.double().sin())
+    )
+    at = x.detach().double().requires_grad_()
+    (right,) = torch.autograd.grad((torch.linalg.solve(A, B @ at.sin()) - t).square().sum() / 2, at)
+    return float((x.grad - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("coarse", [0, 1, 2])
+def test_steps_of_differences_follow_the_coarsest_type(coarse, order):
+    """With float64 before float32, nu was that of float64: F2SA was off by 1 %, with bfloat16 by 108 %."""
+    kinds = [torch.float32 if i == coarse else torch.float64 for i in range(3)]
+    assert two_tensors(bo.F2SA, kinds, order=order) < 1e-3
+    if order == 1:
+        assert two_tensors(bo.AID, kinds, hvp="finite-difference") < 1e-4  # 0.7 % for the second y
+        kinds[coarse] = torch.bfloat16
+        assert two_tensors(bo.F2SA, kinds) < 0.1
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+@pytest.mark.parametrize("order", [3, 4, 5, 7])
+def test_weights_of_copies_cancel_a_large_part_of_g(order, kind):
+    """The sum of the weights in float32 was not zero in the float64 of the losses: off by up to 270 % (order 3)."""
+    draw = seeded(0)
+    B, t = torch.randn(3, 4, generator=draw).double(), torch.randn(3, generator=draw).double()
+    x = torch.linspace(-0.5, 0.5, 4, dtype=torch.float32).requires_grad_()
+    y = torch.zeros(3, dtype=kind, requires_grad=True)
+    optimizer = bo.F2SA([x], [y], lr=1.0, lower_lr=0.3, lower_steps=100, order=order)
+    optimizer.backward(
+        lambda: (y.double() - t).square().sum() / 2,
+        lambda: (y.double() - B @ x.double().sin()).square().sum() / 2 + 1e3 * x.double().square().sum(),
+    )
+    at = x.detach().double().requires_grad_()
+    (right,) = torch.autograd.grad((B @ at.sin() - t).square().sum() / 2, at)
+    assert (x.grad - right).norm() < 3e-4 * right.norm()
+
+
+@pytest.mark.filterwarnings("default::bilevel_optim.BilevelWarning")
+@pytest.mark.parametrize("how", ["autocast", "types"])
+def test_rounded_paths_are_told(how):
+    """The differences of paths were said to be right to 1e-5, but were off by 6 to 17 %."""
+    x, w = torch.linspace(-0.5, 0.5, 7).requires_grad_(), torch.zeros(3, 1, requires_grad=True)
+    small = torch.zeros(1, dtype=torch.bfloat16 if how == "types" else torch.float32, requires_grad=True)
+    rows, target = torch.randn(7, 3, generator=seeded(0)), torch.randn(7, generator=seeded(1))
+
+    def residual():
+        return ((rows @ w)[:, 0] + small).float() - target
+
+    optimizer = bo.PZOBO([x], [w, small], lr=1.0, lower_lr=0.1, lower_steps=20, direction="orthogonal", directions=7)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"),
+        pytest.warns(bo.BilevelWarning, match="mostly rounding"),
+    ):
+        optimizer.backward(lambda: residual().square().mean(), lambda: (x.exp() * residual().square()).mean())
+    assert optimizer.metrics()["difference_error"] > 0.01

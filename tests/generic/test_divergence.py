@@ -139,3 +139,26 @@ def test_uneven_copies_of_a_forward_stencil_are_seen():
     with pytest.warns(bo.BilevelWarning, match="not similarly far"):
         optimizer.backward(lambda: -y.sum() + x.sum(), lower)
     assert optimizer.diagnostics["spread"][-1] > 10 * optimizer.diagnostics["spread"][1]
+
+
+@pytest.mark.filterwarnings("default::bilevel_optim.BilevelWarning")  # AID has another one
+@pytest.mark.parametrize("start", [-3.0, -6.0])
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA, bo.ITD, bo.PZOBO])
+def test_steps_that_leap_over_the_solution_are_seen(cls, start):
+    """Where they end, the gradient of exp(y - x) - (y - x) is as small as at the start: F2SA was silent."""
+    x, y = torch.zeros(2, requires_grad=True), torch.full((2,), start, requires_grad=True)
+    optimizer = cls([x], [y], lr=1.0, lower_steps=10)
+    with pytest.warns(bo.BilevelWarning, match="a thousand times further"):
+        optimizer.backward(lambda: (y - 1).square().sum() / 2, lambda: ((y - x).exp() - (y - x)).sum())
+
+
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA, bo.ITD, bo.PZOBO])
+def test_steps_that_leave_a_saddle_for_a_minimum_do_not_leap(cls):
+    x, y = torch.zeros(2, requires_grad=True), torch.full((2,), 1e-5, requires_grad=True)
+    optimizer = cls([x], [y], lr=1.0, lower_lr=0.2, lower_steps=200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", bo.BilevelWarning)
+        optimizer.backward(
+            lambda: (y - 1).square().sum() / 2, lambda: ((y.square() - 1).square() / 4 + x * y * y).sum()
+        )
+    assert (y - 1).abs().max() < 1e-4

@@ -3,7 +3,6 @@
 import inspect
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,22 +25,28 @@ OLD_INTERPRETER = torch.__version__ < (2, 12) and tuple(map(int, np.__version__.
 needs_triton = pytest.mark.skipif(registry.programs() is None, reason="no Triton")
 
 
-def ask(*arguments, **variables):
-    """Return the results of a separate process."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", *arguments],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], env={**os.environ, **variables},
+@pytest.fixture(scope="module")
+def ask():
+    """Ask for a check in a process of its own, and return what it finds."""
+    served = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.layers.triton_alone"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+
+    def asked(question):
+        print(question, file=served.stdin, flush=True)
+        found = json.loads(served.stdout.readline())
+        assert not isinstance(found, dict) or "error" not in found, found["error"]
+        return found
+
+    with served:
+        yield asked
 
 
 @pytest.fixture(scope="module")
-def interpreted():
+def interpreted(ask):
     """What Triton's interpreter finds: differences from the references, and loads."""
-    return json.loads(
-        ask("-m", "tests.layers.triton_alone", "loads" if OLD_INTERPRETER else "interpreted", TRITON_INTERPRET="1")
-    )
+    return ask("loads" if OLD_INTERPRETER else "interpreted")
 
 
 def how(count=3, kind="normal", offset=0, period=997):
@@ -180,12 +185,16 @@ def test_solver_on_flat_vectors_is_the_solver(lanes):
         return bo.Vector(torch.einsum("nij,nj->ni", H, torch.cat([*v], 1)).split([4, 5], 1))
 
     b = bo.Vector(b)
-    for start in (None, bo.Vector([torch.randn(3, 4), torch.randn(3, 5)])):
-        v, r = linear._choose_start(product, b, start, lanes)
+    first = linear.cg(product, b, steps=2, lanes=lanes)
+    random = bo.Vector([torch.randn(3, 4), torch.randn(3, 5)])
+    for start, turn in ((None, None), (random, None), (first.solution, first.direction)):
+        v, r, kept = linear._choose_start(product, b, start, lanes, energy=True)
+        assert turn is None or kept.any()
         for steps, tol in ((3, 0.0), (30, 1e-6)):
-            found = linear._fused(product, b, v, r, linear._Stop(steps, tol, 0.0, tol), lanes)
-            expected = linear.cg(product, b, start, steps=steps, tol=tol, lanes=lanes)
-            for one, other in zip((*found.solution, *found[1:-1]), (*expected.solution, *expected[1:-1]), strict=True):
+            found = linear._fused(product, b, v, r, turn, linear._Stop(steps, tol, 0.0, tol), lanes)
+            expected = linear.cg(product, b, start, steps=steps, tol=tol, lanes=lanes, direction=turn)
+            ours, theirs = ((*s.solution, *s.direction, *s[1:-2]) for s in (found, expected))
+            for one, other in zip(ours, theirs, strict=True):
                 assert (one.shape, one.dtype) == (other.shape, other.dtype)
                 close(one.double(), other.double(), 1e-9)
             assert bool(found.indefinite.any()) == lanes
@@ -226,27 +235,15 @@ def test_broken_triton_counts_as_missing():
 
 @needs_triton
 @pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90"])
-def test_programs_compile_without_a_gpu(capability, tmp_path):
-    found = json.loads(ask("-m", "tests.layers.triton_alone", capability, TRITON_CACHE_DIR=str(tmp_path)))
+def test_programs_compile_without_a_gpu(capability, tmp_path, ask):
+    found = ask(f"compiled {capability} {tmp_path}")
     assert len(found) == 9
     assert min(found.values()) > 1000
 
 
-def test_without_triton_everything_works():
+def test_without_triton_everything_works(ask):
     """The import fails, and the operators take the references, whatever the device."""
-    print_step = """
-import sys
-sys.modules["triton"] = None
-import torch
-import bilevel_optim as bo
-from bilevel_optim.kernels import registry
-assert registry.programs() is None
-x, y = torch.zeros(100_000, requires_grad=True), torch.zeros(2, requires_grad=True)
-optimizer = bo.PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2, generator=torch.Generator().manual_seed(0))
-optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x.mean()).square().sum())
-print(float(x.detach().norm()))
-"""
-    assert float(ask("-W", "ignore", "-c", print_step)) > 0
+    assert ask("without") > 0
 
 
 def test_launch_without_triton_is_the_reference(monkeypatch):

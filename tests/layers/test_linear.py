@@ -231,6 +231,118 @@ def test_a_start_worse_than_zero_is_dropped(solver, spectrum, way):
     assert solved(solver, H, b, torch.full((5,), torch.nan), steps=2, way=way).solution[0].isnan().any()  # is seen
 
 
+KINDS = ["numbers", "tensors", "lanes"]  # one system is solved with Python numbers, in a trace with tensors of them
+
+
+def go_on(H, b, before, steps, kind, monkeypatch):
+    """Solve H v = b from (v, direction), with ``lanes`` next to a system of zeros."""
+    monkeypatch.setattr(linear, "is_tracing", lambda: kind == "tensors")
+    if kind != "lanes":
+        start, direction = ([t] if t is not None else None for t in before)
+        return cg(lambda v: Vector([H @ v[0]]), [b], start, direction=direction, steps=steps)
+    start, direction = ([torch.stack([t, 0 * t])] if t is not None else None for t in before)
+    b = torch.stack([b, 0 * b])
+    found = cg(lambda v: Vector([v[0] @ H]), [b], start, direction=direction, steps=steps, lanes=True)
+    assert not any(t[0][1].any() for t in (found.solution, found.direction))
+    first = (Vector([t[0][0]]) if isinstance(t, Vector) else t[0] if torch.is_tensor(t) else t for t in found)
+    return type(found)(*first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("calls", "steps"), [(12, 1), (6, 2), (4, 3), (3, 4)])
+def test_solves_with_a_kept_direction_are_one_long_solve(calls, steps, kind, monkeypatch):
+    """Residuals rise above b on the way, so that residuals alone would have made each solve start from zero."""
+    H = spd(torch.logspace(-3, 0, 40))
+    b, v, direction, highest = H.inverse() @ torch.randn(40), None, None, 0.0
+    for _ in range(calls):
+        found = go_on(H, b, (v, direction), steps, kind, monkeypatch)
+        v, direction, highest = found.solution[0], found.direction[0], max(highest, float(found.relative))
+    whole = go_on(H, b, (None, None), calls * steps, kind, monkeypatch)
+    close(v, whole.solution[0], 1e-9, 1e-9)
+    close(found.residual, whole.residual, 1e-9, 1e-12)
+    assert highest > 1
+    restarted = None
+    for _ in range(calls):
+        restarted = go_on(H, b, (restarted, None), steps, kind, monkeypatch).solution[0]
+    assert relative([v], H, b) < 0.9 * relative([restarted], H, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kept_direction_of_another_system_does_no_harm(seed, kind, monkeypatch):
+    """q falls, the residual has no part along the first direction, and the condition is a lower bound."""
+    generator = torch.Generator().manual_seed(seed)
+    base, v, direction, used = torch.randn(40, generator=generator).double(), None, None, 0
+    for k in range(12):
+        H = spd(torch.logspace(-3, 0.1 * k, 40), seed + k // 6)  # another basis in the middle
+        b = base + 0.05 * torch.randn(40, generator=generator)
+        found = go_on(H, b, (v, direction), 6, kind, monkeypatch)
+        assert found.condition <= torch.linalg.cond(H) * (1 + 1e-9)
+        assert not found.indefinite
+        if v is not None:
+            new = found.solution[0]
+            q = [w @ H @ w / 2 - b @ w for w in (new, v, 0 * v)]
+            assert q[0] < min(q[1:])
+            r, rest = b - H @ v, b - H @ new
+            first = r + direction
+            if (q[1] < 0 or r.norm() < b.norm()) and first @ r > 0.1 * r @ r and direction.any():
+                assert (rest @ first).abs() < 1e-8 * rest.norm() * first.norm()
+                used += 1
+        v, direction = found.solution[0], found.direction[0]
+    assert used > 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_step_along_a_kept_direction_is_the_best_one(kind, monkeypatch):
+    H, b, v = torch.diag(torch.tensor([1.0, 4.0, 9.0, 2.0])), torch.ones(4), torch.tensor([0.5, 0.1, 0.1, 0.3])
+    r = b - H @ v
+    for turn, used in (([0.3, 0.2, -0.1, 0.0], True), ([-5.0, -5.0, 0.0, 0.0], False)):
+        p = r + torch.tensor(turn) if used else r
+        found = go_on(H, b, (v, torch.tensor(turn)), 1, kind, monkeypatch)
+        close(found.solution[0], v + (p @ r) / (p @ H @ p) * p, 1e-12, 1e-12)
+        found = go_on(H, b, (v, torch.tensor(turn)), 4, kind, monkeypatch)
+        assert relative(found.solution, H, b) < (0.2 if used else 1e-12)  # four directions, one of them given
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kept_direction_of_negative_curvature_ends_the_solve_and_is_dropped(kind, monkeypatch):
+    H, b, v = torch.diag(torch.tensor([1.0, -4.0, 2.0])), torch.ones(3), torch.tensor([0.5, -0.2, 0.3])
+    found = go_on(H, b, (v, torch.tensor([0.0, 3.0, 0.0])), 5, kind, monkeypatch)
+    assert found.indefinite
+    assert not found.direction[0].any()
+    assert found.residual <= 2 * (b - H @ v).norm()
+    close(found.residual, (b - H @ found.solution[0]).norm(), 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_condition_is_a_lower_bound_also_with_a_long_kept_direction(kind, monkeypatch):
+    H, b = torch.diag(torch.tensor([1.0, 2.0, 1.5])), torch.tensor([1.0, 0.0, 0.0])
+    v = torch.tensor([0.99, 0.0, 0.0])
+    for steps in (1, 2, 3):
+        found = go_on(H, b, (v, torch.tensor([0.0, 1.0, 0.3])), steps, kind, monkeypatch)
+        assert 1 <= found.condition <= 2 + 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_solve_that_diverges_keeps_no_direction(kind, monkeypatch):
+    H, b = torch.tensor(SYSTEMS["not symmetric"]).double(), torch.tensor([1.0, 2.0, -1.0]).double()
+    found = go_on(H.mT if kind == "lanes" else H, b, (None, None), 9, kind, monkeypatch)
+    assert found.diverged
+    assert not found.direction[0].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cg_keeps_a_start_of_larger_residual_that_is_nearer_in_the_norm_of_the_hessian(kind, monkeypatch):
+    H, b = torch.diag(torch.tensor([1e-2, 1.0])), torch.tensor([0.1, 0.0])  # the solution is (10, 0)
+    for start, kept in (([9.0, 0.2], True), ([9.0, 0.9], True), ([9.0, 1.1], False), ([-1.0, 0.11], False)):
+        v = torch.tensor(start)
+        assert (b - H @ v).norm() > b.norm()
+        found = go_on(H, b, (v, None), 0, kind, monkeypatch)
+        assert torch.equal(found.solution[0], v if kept else 0 * v)
+    found = go_on(torch.diag(torch.tensor([-0.1, 1.0])), b, (torch.tensor([2.0, 0.0]), None), 0, kind, monkeypatch)
+    assert not found.solution[0].any()  # v'Hv < 0: such starts would grow from solve to solve
+
+
 @pytest.mark.parametrize("lanes", [False, True])
 @pytest.mark.parametrize("solve", [cg, minres])
 def test_a_solve_that_the_number_of_iterations_ends_is_unfinished(solve, lanes):

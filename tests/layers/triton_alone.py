@@ -1,8 +1,12 @@
-"""Checks in a separate process: Triton's interpreter, chosen before the import, and compilation without a GPU."""
+"""Checks in separate processes: Triton's interpreter, chosen before the import, compilation without a GPU, no Triton.
+
+Each is a fork of one process that has imported torch, but not yet Triton.
+"""
 
 import json
 import os
 import sys
+import traceback
 
 DTYPES = ("float32", "float64", "bfloat16")
 SIZES = ((1, 1), (3, 1023), (2, 2500))
@@ -150,10 +154,51 @@ def compiled(capability):
     return found
 
 
+def without():
+    """A step of a method with seeded directions where Triton cannot be imported: the length of x afterwards."""
+    sys.modules["triton"] = None
+    import torch
+
+    import bilevel_optim as bo
+    from bilevel_optim.kernels import registry
+
+    assert registry.programs() is None
+    x, y = torch.zeros(100_000, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2, generator=torch.Generator().manual_seed(0))
+    optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x.mean()).square().sum())
+    return float(x.detach().norm())
+
+
+def answer(question):
+    """Return what one check finds."""
+    name, *rest = question.split()
+    if name == "compiled":
+        capability, os.environ["TRITON_CACHE_DIR"] = rest
+        return compiled(int(capability))
+    if name == "without":
+        return without()
+    found = {"worst": interpreted()} if name == "interpreted" else {}
+    return {**found, "loads": [loads(blocks) for blocks in (32, 64)]}
+
+
+def serve():
+    """Answer each line of the input by a line, in a process of its own."""
+    import torch
+
+    import bilevel_optim  # noqa: F401
+
+    torch.set_num_threads(1)
+    assert "triton" not in sys.modules
+    for question in sys.stdin:
+        if os.fork() == 0:
+            try:
+                print(json.dumps(answer(question)), flush=True)
+            except BaseException:
+                print(json.dumps({"error": traceback.format_exc()}), flush=True)
+            os._exit(0)
+        if os.wait()[1] != 0:
+            print(json.dumps({"error": "the process ended"}), flush=True)
+
+
 if __name__ == "__main__":
-    if sys.argv[1].isdigit():
-        found = compiled(int(sys.argv[1]))
-    else:
-        found = {"worst": interpreted()} if "interpreted" in sys.argv else {}
-        found["loads"] = [loads(blocks) for blocks in (32, 64)]
-    print(json.dumps(found))
+    serve()

@@ -12,7 +12,7 @@ from torch.func import jacrev
 
 import bilevel_optim as bo
 
-from ..problems import Cleaning, PenaltyQuadratic, Quadratic, Scalar, close, flat
+from ..problems import Cleaning, PenaltyQuadratic, Quadratic, Scalar, close, flat, seeded
 
 
 def hypergradient(cls, problem, steps=200, **options):
@@ -295,6 +295,44 @@ def test_warm_start_of_the_linear_solver_pays():
     assert optimizer.oracle_counts == {"upper_grad": 6, "lower_grad": 6, "hvp": 6 + 7 * 5, "jvp": 6, "loss": 0}
 
 
+@pytest.mark.filterwarnings("ignore:the linear system of the implicit hypergradient is not solved yet")
+@pytest.mark.parametrize("solver", ["cg", "auto"])
+def test_steps_with_a_kept_direction_are_one_long_solve(solver):
+    """At a fixed point. A state of an optimizer without it has v alone, and begins with the residual."""
+    errors, solutions = {}, {}
+    for name, calls, options in (
+        ("restarted", 3, {"linear_steps": 4}),
+        ("kept", 3, {"linear_steps": 4, "keep_direction": True}),
+        ("one", 1, {"linear_steps": 12}),
+    ):
+        problem = Quadratic(kappa=1e3)
+        problem.solve()
+        options = {"linear_solver": solver, **options}
+        optimizer = bo.AID(problem.x, problem.y, lr=0.0, lower_lr=0.0, lower_steps=0, **options)
+        for _ in range(calls):
+            optimizer.backward(problem.upper, problem.lower)
+        errors[name], solutions[name] = problem.error(), optimizer.state[problem.y[0]]["linear_solution"]
+        assert ("linear_direction" in optimizer.state[problem.y[0]]) == (name == "kept")
+        if name == "restarted":
+            saved = optimizer.state_dict()
+        if name == "kept":
+            assert optimizer.oracle_counts["hvp"] == 3 * (4 + 1) + 2  # as without
+            optimizer.load_state_dict(saved)
+            assert "linear_direction" not in optimizer.state[problem.y[0]]
+            optimizer.backward(problem.upper, problem.lower)
+            assert "linear_direction" in optimizer.state[problem.y[0]]
+    close(solutions["kept"], solutions["one"], 1e-9, 1e-9)
+    assert errors["kept"] == pytest.approx(errors["one"], rel=1e-8)
+    assert errors["kept"] < 0.8 * errors["restarted"]
+
+
+def test_a_kept_direction_needs_warm_starts_of_cg():
+    problem = Quadratic()
+    for options in ({"linear_solver": "minres"}, {"linear_solver": "direct"}, {"warm_start": False}):
+        with pytest.raises(ValueError, match="keep_direction=True continues conjugate gradients from step to step"):
+            bo.AID(problem.x, problem.y, lr=0.1, lower_steps=1, keep_direction=True, **options)
+
+
 @pytest.mark.parametrize(
     ("cls", "options", "counts"),  # upper_grad, lower_grad, hvp, jvp, loss
     [
@@ -450,8 +488,32 @@ def test_auto_changes_to_minres_and_stays_there():
     assert problem.error() < 1e-10
     resumed = bo.AID(problem.x, problem.y, **options)
     resumed.load_state_dict(optimizer.state_dict())
-    problem.apply(resumed.backward)  # without a warning: CG is not tried again
+    problem.apply(resumed.backward)  # CG is not tried again
+    assert (easy.diagnostics.get("linear_solver"), resumed.diagnostics["linear_solver"]) == (None, "minres")
     assert problem.error() < 1e-10
+
+
+def test_auto_warns_of_a_saddle():
+    """MINRES solves its system, and the curvature along the solution is positive."""
+    H = torch.diag(torch.cat([torch.tensor([-0.5]), torch.logspace(-2, 0, 9)]))
+    x, y = torch.ones(1, requires_grad=True), torch.zeros(10, requires_grad=True)
+    options = {"lr": 0.0, "lower_lr": 0.0, "lower_steps": 0, "linear_solver": "auto", "linear_steps": 40}
+    optimizer = bo.AID([x], [y], **options)
+    with pytest.warns(bo.BilevelWarning, match="not positive definite"):
+        optimizer.backward(lambda: y.sum(), lambda: y @ H @ y / 2 - (x - x.detach()) * y.sum())
+    assert optimizer.metrics()["linear_curvature"] > 0
+    torch.testing.assert_close(x.grad, torch.linalg.solve(H, torch.ones(10)).sum()[None], rtol=1e-8, atol=0)
+
+
+def test_a_start_solved_but_for_the_kernel_is_kept_by_minres():
+    """Products with its residual are rounding; the second call was off by 17 %."""
+    H, b = torch.diag(torch.tensor([0.0, 0.0, 0.03, 0.1, 0.3])), torch.tensor([1.0, -1.0, 2.0, 0.5, 1.0])
+    basis = torch.linalg.qr(torch.randn(5, 5, generator=seeded(0)))[0]
+    H, b = basis @ H @ basis.T, basis @ b
+    right, v = torch.linalg.pinv(H, rtol=1e-9, hermitian=True) @ b, None
+    for _ in range(3):
+        v = bo.linear.minres(lambda v: bo.Vector([H @ v[0]]), [b], v, steps=100).solution
+        torch.testing.assert_close(H @ v[0], H @ right, rtol=1e-9, atol=1e-9)
 
 
 def test_batches_are_drawn_as_documented():

@@ -11,7 +11,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # Processes come from one that has imported everything already, which is started once.
-multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "tests.registry"])
+multiprocessing.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "tests.registry"]
+)
 
 
 START = "forkserver"

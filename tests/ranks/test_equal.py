@@ -141,7 +141,8 @@ def sharded(cls, options, kept=False, rank=None, world=1, recomputed=False, **po
     def upper():
         return F.cross_entropy(net(Xv[part]).double(), t[part])
 
-    options = options if cls is bo.SOBA else {"lower_steps": 3, **options}
+    options = options if cls is bo.SOBA else {"lower_steps": 2, **options}
+    options = {"linear_steps": 3, **options} if cls is bo.AID else options
     optimizer = cls([x], net.parameters(), **{"lr": 0.5, "lower_lr": 0.1, **options})
     for _ in range(2):
         optimizer.step(upper, lower)
@@ -152,10 +153,10 @@ def sharded(cls, options, kept=False, rank=None, world=1, recomputed=False, **po
     return flat([x, *(p.full_tensor() if rank is not None else p for p in net.parameters()), outputs])
 
 
-def mixed_precision(*case, **options):
+def mixed_precision(exact, *case, **options):
     """x goes the same way, to the precision of the parameters that the module computes with."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
-    mixed, exact = (sharded(*case, **options, **given)[:20] for given in ({"mp_policy": policy}, {}))
+    mixed, exact = (end[:20] for end in (sharded(*case, **options, mp_policy=policy), exact))
     assert 0 < (mixed - exact).norm() < 0.02 * exact.norm()
 
 
@@ -227,7 +228,7 @@ def all_cases(rank, world, dtype, every):
         found |= {f"{name}, sharded": sharded(*row, **options).tolist() for name, row in sharded_cases(every).items()}
         found["sampled"] = sampled(rank, world)
         found["AID, sharded, recomputed"] = sharded(*SHARDED["AID"], **options, recomputed=True).tolist()
-        mixed_precision(*SHARDED["AID"], **options)
+        mixed_precision(torch.tensor(found["AID, sharded"]), *SHARDED["AID"], **options)
         refusals(rank, world)
     return found
 

@@ -6,6 +6,7 @@ import pkgutil
 import re
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,20 @@ def test_jaxopt_and_we_are_as_far_from_the_truth_as_the_page_says():
     found = [*results("jaxopt"), next(results("jaxopt", lambda code: code.replace(", tol=1e-6", "")))]
     for error, value in zip([*said, loose], found, strict=True):
         assert error / 3 < float((value.double() - right).norm() / right.norm()) < 3 * error
+
+
+@pytest.mark.filterwarnings("ignore")  # of other libraries, when they are imported
+def test_the_table_of_features_names_what_exists():
+    """Names of this library always; those of others, and their versions, where they are installed."""
+    rows = [line for line in (HOWTO.parent / "peer_features.md").read_text().splitlines() if line.startswith("| ")][1:]
+    packages = {"Betty": ("betty", "betty-ml"), "BOAT": ("boat_torch", "boat-torch")}
+    libraries = [cell.split() for row in rows if (cell := row.split("|")[1]).strip()]
+    assert len(rows) == 2 * len(libraries) == 28
+    for name in re.findall(r"`([a-z_0-9]+\.[\w.]+)`", "\n".join(rows)):
+        top, _, rest = name.partition(".")
+        if top == "bo" or find_spec(top):
+            pkgutil.resolve_name(f"bilevel_optim.{rest}" if top == "bo" else name)
+    for library, number in libraries:
+        module, package = packages.get(library, (library.lower(), library.lower()))
+        if find_spec(module):
+            assert version(package) == number

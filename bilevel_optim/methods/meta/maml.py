@@ -308,6 +308,7 @@ class iMAML(Initialised, AID):
 
     proximal: float = number(default=0.0, least=0)
     linear_lr: float | None = fixed(default=None)
+    keep_direction: bool = fixed(default=False)
     lower_solver: InitVar[Callable[[], Any] | None] = fixed(default=None)
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:

@@ -81,7 +81,7 @@ class RAHGD(Accelerated):
         on_converged: ``"stop"``: once ``converged``, ``step`` does nothing and returns the last loss; ``"continue"``:
             another epoch begins, and the output is that of the epoch with the shortest selected step. Default:
             ``"stop"``.
-        warm_start: start y and v at their last values (CG at zero where that has the smaller residual). Default: True.
+        warm_start: start y and v at their last values (CG at zero where that is better: `bo.linear.cg`). Default: True.
         lower_optimizer: another optimizer for the lower steps, which keeps its own state. Default: `AGD`.
         check_finite, check_derivatives, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch,
             upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
@@ -89,10 +89,10 @@ class RAHGD(Accelerated):
     *Departures from the paper*, the largest first. ``lower_momentum`` is 0, so that *the accelerated lower solve of the
     formula above is plain gradient descent* unless you set it: the right value needs :math:`\kappa`, and a ``lower_lr``
     that is only just stable without momentum may diverge with it. When an epoch begins y is kept; the paper sets it to
-    zero and solves twice. The first CG starts at zero, not at y; a later one does so where zero has a smaller residual
-    than the last v (this cannot be turned off). B is 5 times the length of the first step, the numbers of steps are
-    constants, and nothing depends on the accuracy (with :meth:`from_theory` it does). As in the paper, a run ends with
-    an epoch of K steps, after which ``step`` does nothing. Its algorithm as printed:
+    zero and solves twice. The first CG starts at zero, not at y; a later one does so where zero is a better start
+    than the last v, see `bo.linear.cg` (this cannot be turned off). B is 5 times the length of the first step, the
+    numbers of steps are constants, and nothing depends on the accuracy (with :meth:`from_theory` it does). As in the
+    paper, a run ends with an epoch of K steps, after which ``step`` does nothing. Its algorithm as printed:
 
         >>> def printed(kappa):  # kappa: the condition number of g in y
         ...     momentum = (kappa**0.5 - 1) / (kappa**0.5 + 1)
