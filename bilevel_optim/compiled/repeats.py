@@ -56,9 +56,16 @@ def fold_repeats(module: GraphModule) -> GraphModule:
     return _folded(module, kept) if kept else module
 
 
-def _writes(node: Node) -> bool:
+def _written(node: Node) -> list[Node]:
+    """Return the tensors into which an operation writes."""
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    if schema is None or not schema.is_mutable:
+        return []
+    found: list[Node] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            map_arg(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name), found.append)
+    return found
 
 
 def _form(value: Any) -> Any:
@@ -132,7 +139,7 @@ def _part_of(nodes: Sequence[Node]) -> _Part | None:
         form.append((node.target, repr(arguments), _form(node.meta.get("val"))))
         if not isinstance(node.meta.get("val"), Tensor) and any(user not in place for user in node.users):
             return None
-        if _writes(node) and _origin(node) not in place:
+        if any(_origin(t) not in place for t in _written(node)):
             return None
     return _Part(nodes, (tuple(form), tuple(_form(n.meta.get("val")) for n in given)), [*given])
 
@@ -175,7 +182,7 @@ def _folded(module: GraphModule, kinds: Sequence[tuple[Sequence[_Part], Sequence
     def at(node: Node) -> Node:
         if node not in made:  # a view of a result or of an input of a part
             base = _base(node)
-            made[node] = at(base) if base is not None and _writes(node) else graph.node_copy(node, at)
+            made[node] = at(base) if base is not None and _written(node) else graph.node_copy(node, at)
         return made[node]
 
     for node in module.graph.nodes:

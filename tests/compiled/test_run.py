@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -48,12 +49,19 @@ def ends(optimizer, losses, x, y, found):
     return [x.detach(), y.detach(), torch.cat(found), *state, *places]
 
 
+@contextmanager
+def chained_steps():
+    """Yield the data of each chain that follows a step."""
+    counted, follow = [], Chain.follow
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Chain, "follow", lambda chain, first, data: counted.append(data) or follow(chain, first, data))
+        yield counted
+
+
 def one_by_one_and_at_once(make, steps=(5, 14)):
     """Return the ends of steps and of a run, and how many steps of the run were chained before anything was written."""
-    results, counted = [], []
-    with pytest.MonkeyPatch.context() as patch:
-        follow = Chain.follow
-        patch.setattr(Chain, "follow", lambda chain, first, data: counted.append(data) or follow(chain, first, data))
+    results = []
+    with chained_steps() as counted:
         for at_once in (False, True):
             torch.manual_seed(0)
             optimizer, losses, x, y = make()
@@ -159,10 +167,8 @@ def test_terms_of_sums_are_drawn_at_once(kind):
         ]
         return optimizer, (upper if kind == "mixed" else terms[0], terms[1]), x, y
 
-    results, counted = [], []
-    with pytest.MonkeyPatch.context() as patch:
-        follow = Chain.follow
-        patch.setattr(Chain, "follow", lambda chain, first, data: counted.append(data) or follow(chain, first, data))
+    results = []
+    with chained_steps() as counted:
         for at_once in (False, True):
             torch.manual_seed(0)
             optimizer, losses, x, y = make()
