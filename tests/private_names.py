@@ -158,7 +158,7 @@ NAMES = [
     # ------------------------------------------------------------------------------------ switches
     Name(
         "torch.autograd.profiler._is_profiler_enabled",
-        "problem/profiling.py",
+        "tracing.py",
         "a range in a profile costs microseconds, also when nobody profiles",
         "a public question",
     ),

@@ -264,7 +264,7 @@ TRACING = {
     "methods/tracked/watching.py": "there is no warning from the number of a step, which is no argument of a graph",
     "optimizer/method.py": "the flags of an estimate are not read, but are results of the graph",
     "oracle/checks.py": "whether a vector is finite is looked at where it is made, not at the end",
-    "oracle/second_order.py": "operations without second derivatives are written otherwise in the graph",
+    "oracle/oracle.py": "operations without second derivatives are written otherwise in the graph",
     "oracle/session.py": "a boolean of a response cannot be read",
     "oracle/substitution.py": "graphs of the user's functions are called with the values in the place of live tensors",
     "problem/objective.py": "a step that draws random numbers in its losses is not compiled",

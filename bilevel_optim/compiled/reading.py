@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.eval_frame import remove_from_cache
 from torch.fx import GraphModule, Interpreter, Node
 
-from ..oracle.evaluation import in_place
+from ..oracle.point import in_place
 from ..oracle.substitution import replacement
 from ..problem.vector import Vector
 from ..pytree import tree_flatten, tree_unflatten

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,14 @@ from ..problem.values import replace, values
 from ..problem.vector import Vector
 from ..solvers.lower import Memory
 
-__all__ = ["Estimate", "Write", "measured"]
+__all__ = ["Estimate", "Later", "Write", "measured"]
+
+
+class Later(NamedTuple):
+    """A diagnostic that is computed from vectors when it is read."""
+
+    function: Callable[..., Tensor]
+    vectors: tuple[Vector, ...]
 
 
 class Write(NamedTuple):
@@ -31,7 +38,7 @@ class Estimate:
     Attributes:
         loss: upper loss at the point where the estimate was made, a scalar tensor.
         gradient: estimate of the hypergradient, shaped like x.
-        diagnostics: useful scalars and small tensors; a vector is reported by its norm.
+        diagnostics: useful scalars and small tensors; a vector is reported by its norm; others may be `Later`.
         memory: tensors shaped like y to remember for the next estimate, by name.
         upper_memory: the same shaped like x.
         start: derivative in the initial lower value of the steps, if it is known.
@@ -79,9 +86,10 @@ class Estimate:
 
 
 def measured(figures: Mapping[str, Any], above: int = -1) -> dict[str, Any]:
-    """Replace vectors among diagnostics by their norms, if they have more than ``above`` entries together."""
-    vectors = {name: value for name, value in figures.items() if type(value) is Vector}
-    if not vectors or sum([t.numel() for vector in vectors.values() for t in vector]) <= above:
+    """Compute diagnostics that are kept as vectors, if these have more than ``above`` entries together."""
+    kept = {name: Later(Vector.norm, (value,)) for name, value in figures.items() if type(value) is Vector}
+    kept |= {name: value for name, value in figures.items() if type(value) is Later}
+    if not kept or sum([t.numel() for one in kept.values() for vector in one.vectors for t in vector]) <= above:
         return {**figures}
     with torch.set_grad_enabled(False):
-        return {**figures, **{name: vector.norm() for name, vector in vectors.items()}}
+        return {**figures, **{name: one.function(*one.vectors) for name, one in kept.items()}}

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from ..oracle.oracle import Oracle
-from ..oracle.second_order import system_sample
 from ..problem.objective import Sample
-from ..problem.profiling import span
 from ..problem.vector import Vector
 from ..solvers.linear import LinearSolution, unsolved_from
-from .estimate import Estimate
+from ..tracing import span
+from .estimate import Estimate, Later
 
 __all__ = ["implicit", "watched"]
 
@@ -89,7 +88,7 @@ def implicit(
         Estimate whose memory holds v as ``"linear_solution"``, and with ``keep_direction`` ``"linear_direction"``.
     """
     loss, grad_x, grad_y = oracle.upper(upper_sample or oracle.f.draw(once=True))
-    with oracle.lower_system(lower_sample or system_sample(oracle)) as system:
+    with oracle.lower_system(lower_sample or oracle.system_sample()) as system:
         lanes = {} if oracle.lanes is None else {"lanes": True}
         with span("linear solve"):
             if dense:
@@ -108,26 +107,35 @@ def implicit(
             result = result.evaluated(grad_y, product, **lanes)
         else:
             cross = system.cross(result.solution)
+    v, slope, stacked = result.solution, system.gradient, bool(lanes)
     diagnostics = {
-        "lower_residual": system.gradient,
+        "lower_residual": slope,
         **watched(oracle, result, said, dense=dense),
-        **_measured(result.solution, product if check or dense else None, system.gradient, lanes=bool(lanes)),
+        "predicted_change": Later(partial(_change, lanes=stacked), (v, slope)),
+        "predicted_bound": Later(partial(_bound, lanes=stacked), (v, slope)),
     }
-    memory = {"linear_solution": result.solution}
+    if check or dense:
+        diagnostics["linear_curvature"] = Later(partial(_curvature, lanes=stacked), (v, product))
+    memory = {"linear_solution": v}
     if keep_direction and result.direction is not None:
         memory["linear_direction"] = result.direction
     return Estimate(loss, grad_x - cross, diagnostics, memory)
 
 
-def _measured(v: Vector, product: Vector | None, slope: Vector, *, lanes: bool) -> dict[str, Tensor]:
-    """Return the change of f if a Newton step solved the lower problem, and the curvature of g along v."""
-    dot = Vector.lane_dot if lanes else Vector.dot
-    norm = Vector.lane_norm if lanes else Vector.norm
-    found = {"predicted_change": -dot(v, slope), "predicted_bound": norm(v) * norm(slope)}
-    if product is not None:
-        square = dot(v, v)
-        found["linear_curvature"] = dot(v, product) / square.clamp_min(torch.finfo(square.dtype).tiny)
-    return found
+def _change(v: Vector, slope: Vector, *, lanes: bool) -> Tensor:
+    """Return the change of f if a Newton step solved the lower problem."""
+    return -(v.lane_dot(slope) if lanes else v.dot(slope))
+
+
+def _bound(v: Vector, slope: Vector, *, lanes: bool) -> Tensor:
+    """Return a bound of that change."""
+    return v.lane_norm() * slope.lane_norm() if lanes else v.norm() * slope.norm()
+
+
+def _curvature(v: Vector, product: Vector, *, lanes: bool) -> Tensor:
+    """Return the curvature of g along v; ``product`` is that of its Hessian with v."""
+    square, across = (v.lane_dot(v), v.lane_dot(product)) if lanes else (v.dot(v), v.dot(product))
+    return across / square.clamp_min(torch.finfo(square.dtype).tiny)
 
 
 def _require_few(oracle: Oracle) -> None:

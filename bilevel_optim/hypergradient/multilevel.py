@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from ..oracle.lanes import stacked, weighted_upper
-from ..oracle.oracle import Oracle
-from ..oracle.second_order import LowerSystem
+from ..oracle.oracle import LowerSystem, Oracle
 from ..problem.objective import Sample
 from ..problem.placement import to_device
-from ..problem.profiling import span
 from ..problem.tasks import select
 from ..problem.vector import Vector
 from ..solvers import linear
 from ..solvers.contexts import CROSS, NEUMANN, POWER, TRUNCATION, UPPER, Contexts, CoupledPath
+from ..tracing import span
 from .estimate import Estimate
 
 __all__ = ["multilevel", "smoothness"]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
-from ..problem.profiling import span
 from ..problem.vector import Vector
 from ..solvers.linear import LinearSolution
+from ..tracing import span
 from .estimate import Estimate
 from .implicit import watched
 

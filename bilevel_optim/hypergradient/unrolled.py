@@ -12,12 +12,11 @@ from torch import Tensor
 
 from ..oracle.doors import OPTIONS, PROJECTION
 from ..oracle.features import FeatureCut
-from ..oracle.oracle import Oracle
+from ..oracle.oracle import LowerSystem, Oracle
 from ..oracle.point import none_to_zeros
-from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
 from ..problem.vector import Vector
-from ..solvers.lower import LowerRule, Memory, gradient_dot, watch_leap, watched_growth
+from ..solvers.lower import LowerRule, Memory, gradient_dot
 from ..solvers.unrolling import update_vjp
 from .estimate import Estimate
 
@@ -100,12 +99,8 @@ def unrolled(
         if part.usable:
             h = h + part.pulled_back()
     if len(norms) == 3:
-        first, middle, last = norms
-        turn = gradient_dot(before, solved)
-        diagnostics = {"lower_residual": last, **watched_growth(oracle.session, (first, middle), last, turn)}
-        watch_leap(oracle.session, rule, begin, solved, differentiated, first)
-    else:
-        diagnostics = solved.watched(oracle.session)
+        solved = solved._replace(early=(norms[0], norms[1]), turn=gradient_dot(before, solved))
+    diagnostics = solved.watched(oracle.session, rule, begin, differentiated)
     if differentiated:
         diagnostics["start_influence"] = adjoint.norm() / end.clamp_min(torch.finfo(end.dtype).tiny)
     start = adjoint if differentiated == steps else None

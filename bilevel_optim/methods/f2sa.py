@@ -23,10 +23,10 @@ from ..oracle.copies import Copies
 from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
-from ..problem.parameters import Params, is_number, require
+from ..problem.parameters import Params, Rate, is_number, require
 from ..problem.placement import constant
 from ..problem.vector import Vector, coarsest, stack
-from ..solvers.lower import Rate, Solved, largest_rate, watch_leap
+from ..solvers.lower import Solved, largest_rate
 from ..tracing import is_tracing
 
 __all__ = ["F2SA"]
@@ -293,7 +293,7 @@ class F2SA(BilevelOptimizer):
         xi, zeta = oracle.f.draw(), oracle.g.draw()
         estimate = penalty(oracle, copies, formula, self.nu, upper_sample=xi, lower_sample=zeta)
         y = copies.combine(interpolation)
-        found = solved.watched(oracle.session)
+        found = solved.watched(oracle.session, rule, start, self.lower_steps)
         if solved.gradient is not None:
             found["lower_residual"] = solved.norm(lanes=True)
         spread = self._watched_spread(oracle, y, copies, formula, inputs)
@@ -304,8 +304,6 @@ class F2SA(BilevelOptimizer):
             figures = *g.unbind(), *f.unbind(), apart, found["lower_residual"].max()
             falls = partial(_falls, self.nu, 1e3 * coarsest(y))
             oracle.checks.alert_if("another basin", BASIN, falls, *figures)
-        if solved.early is not None:
-            watch_leap(oracle.session, rule, start, solved, self.lower_steps, solved.early[0])
         if {-1, 1} <= {*formula.nodes} and solved.early is not None and rule.plain:
             self._watch_parting(oracle, formula, solved, start, rule.rates)
         gap = self._difference_gap(formula, copies, estimate, working_unit((*oracle.x, *y)))

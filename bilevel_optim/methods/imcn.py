@@ -14,8 +14,7 @@ from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.minimax import MinimaxOptimizer
 from ..optimizer.options import InitVar, count, number, option
 from ..optimizer.step import StepInputs, Update, replace
-from ..oracle.oracle import Oracle
-from ..oracle.second_order import UpperSystem
+from ..oracle.oracle import Oracle, UpperSystem
 from ..problem.random import uniform_ball
 from ..problem.vector import Vector
 from ..solvers import linear

@@ -26,7 +26,7 @@ from .lower_checks import probe
 from .method import Method
 from .options import FROM_ONE
 from .signatures import explain_bad_call, signature_of
-from .state import remembered
+from .state import SOLVER, recalled
 from .step import CURVATURE, Start, replace
 from .transaction import Transaction
 
@@ -317,8 +317,8 @@ class BilevelOptimizer(Method):
         oracle = self._oracle(task) if self._one_loss else self._oracle(adapt.no_upper_loss, task)
         oracle.shared = False
         groups = level_groups(self.param_groups, "lower")
-        self._follow_types()
-        known = {} if self._placeholders else remembered(self.state, self.parameters("lower"))["memory"]
+        self._run_state.follow(self.state, self.param_groups)
+        known = {} if self._placeholders else recalled(self.state, self.parameters("lower"), SOLVER).memory
         buffers = self._run_state.buffers
         kept = nullcontext() if write else buffers.kept()
         with self._turn, Transaction(self.generator, oracle, buffers, alone=True), kept:

@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ..problem.profiling import is_profiled
+from ..tracing import is_profiled
 from .signatures import wrong_call
 
 __all__ = ["has_hooks", "no_dynamo", "with_hooks"]

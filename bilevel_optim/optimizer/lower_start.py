@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..hypergradient import Estimate
+from ..hypergradient.estimate import measured
 from ..oracle.oracle import Oracle
 from ..oracle.substitution import Substitution
 from ..problem.random import default_state, set_default_state
@@ -89,12 +90,12 @@ def alert_if_unsolved(oracle: Oracle, inputs: StepInputs, estimate: Estimate) ->
     Solvers stop too early in directions of small curvature, where a gradient step hardly moves y. The curvature along v
     is that of the directions on which f depends.
     """
-    residual = estimate.diagnostics.get("lower_residual")
-    if residual is not None:
+    figures = measured(estimate.diagnostics)
+    if "lower_residual" in figures:
         rate = max(inputs.lower_rates, default=0.0)
         y = oracle.y if estimate.lower is None else estimate.lower
-        slope = residual.norm()
-        curvature = estimate.diagnostics.get("linear_curvature", torch.zeros_like(slope))
+        slope = figures["lower_residual"].norm()
+        curvature = figures.get("linear_curvature", torch.zeros_like(slope))
         oracle.checks.alert_if("unsolved", UNSOLVED, partial(_is_far, rate), slope, curvature, y.norm())
 
 

@@ -75,7 +75,7 @@ from .options import (
 from .placeholders import initial_state, initialises
 from .progress import DIVERGES, STILL, StepLength, step_length, watch_losses, watch_moves
 from .signatures import argument_error, signature_of
-from .state import RunState, recalled, remembered, solver_memory
+from .state import SOLVER, UPPER_SOLVER, RunState, recalled
 from .step import CURVATURE, FACTOR, Groups, StepInputs, StepResults, Update, replace
 from .task_mean import task_mean
 from .transaction import Transaction, Turn, Write, undo_of, writes_of, writes_of_update
@@ -211,53 +211,47 @@ class Method(Options, Optimizer, ABC):
     @property
     def diagnostics(self) -> dict[str, Any]:
         """Tensors, plain numbers and texts of the last step, by name; norms are computed when this is read."""
-        figures = self._diagnostics
-        if any(type(value) is Vector for value in figures.values()):
-            figures.update(measured(figures))
-        return figures
+        self._diagnostics.update(measured(self._diagnostics))
+        return self._diagnostics
 
     @diagnostics.setter
     def diagnostics(self, figures: dict[str, Any]) -> None:
         self._diagnostics = figures
 
     def _make_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
-        """Make a step, with or without the update of x, unless another thread makes one."""
+        """Make a step, with or without the update of x, unless another thread makes one; warn if f has grown."""
         with self._turn:
-            return self._watched_step(upper, lower, tasks, update=update)
-
-    def _watched_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
-        """Make a step, and warn if the upper loss has grown."""
-        trend = self._run_state.upper_trend
-        if tasks is not None and self._lower_solver is not None:
-            raise ValueError(
-                "lower_solver= solves one lower problem, and a step with tasks has many; leave out tasks=, or create "
-                "the optimizer without lower_solver="
-            )
-        self._heed_options_of_sgd()
-        look = update and self._run_state.steps == STILL - 1 and self.check_finite and not self._one_loss
-        before = [Vector(self.parameters(level)).detach().clone() for level in LEVELS] if look else []
-        put_back, done = self._set_below() if self._sets_below(tasks) else None, self._run_state.steps
-        try:
-            loss = self._made_step(upper, lower, tasks, update=update)
-        except BaseException as error:
-            if put_back is not None and self._run_state.steps == done:  # else an interrupt has waited for the step
-                put_back()
-            if not isinstance(error, NonFiniteError) or error.hint or not trend.above:
-                raise
-            raise NonFiniteError(error.oracle, error.step, f"The run has diverged: {trend.text}. {DIVERGES}") from None
-        finally:
-            self._begun = None
-        self._run_state.written = {}
-        self._watch_losses(loss, moves=update)
-        if look:
-            self._watch_moves(float(loss), before)
-        return loss
-
-    def _made_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
-        """Make a step, compiled or eager, with or without the update of x."""
-        if self._captured is not None:
-            loss: Tensor = self._captured.step(upper, lower, tasks, update)
+            trend = self._run_state.upper_trend
+            if tasks is not None and self._lower_solver is not None:
+                raise ValueError(
+                    "lower_solver= solves one lower problem, and a step with tasks has many; leave out tasks=, or "
+                    "create the optimizer without lower_solver="
+                )
+            self._heed_options_of_sgd()
+            look = update and self._run_state.steps == STILL - 1 and self.check_finite and not self._one_loss
+            before = [Vector(self.parameters(level)).detach().clone() for level in LEVELS] if look else []
+            put_back, done = self._set_below() if self._sets_below(tasks) else None, self._run_state.steps
+            try:
+                step = self._step_eagerly if self._captured is None else self._captured.step
+                loss: Tensor = step(upper, lower, tasks, update)
+            except BaseException as error:
+                if put_back is not None and self._run_state.steps == done:  # else an interrupt has waited for the step
+                    put_back()
+                if not isinstance(error, NonFiniteError) or error.hint or not trend.above:
+                    raise
+                raise NonFiniteError(
+                    error.oracle, error.step, f"The run has diverged: {trend.text}. {DIVERGES}"
+                ) from None
+            finally:
+                self._begun = None
+            self._run_state.written = {}
+            self._watch_losses(loss, moves=update)
+            if look:
+                self._watch_moves(float(loss), before)
             return loss
+
+    def _step_eagerly(self, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
+        """Compute a step and write its results."""
         transaction, oracle, groups = self._open_step(upper, lower)
         with transaction:
             inputs = self._step_inputs(oracle, groups)
@@ -275,7 +269,7 @@ class Method(Options, Optimizer, ABC):
         try:
             oracle = self._oracle(upper, lower, groups=groups)
             self._look_beside_losses(oracle, groups["lower"])
-            options = {} if ranks.group is None else self._decisive(groups)
+            options = {} if ranks.alone else self._decisive(groups)
         except BaseException as error:
             ranks.failed(error)
             raise
@@ -373,27 +367,25 @@ class Method(Options, Optimizer, ABC):
         if self._placeholders:
             self.state.clear()
             self._placeholders = False
-        self._follow_types()
-        known = remembered(self.state, y)
-        if not self.warm_start or self.lower_init is not None:
-            known["solver"] = None
-        known["upper_memory"] = recalled(self.state, x)
-        known["upper_solver"] = None if self._upper_rules is None else solver_memory(self.state, x)
-        return known
-
-    def _follow_types(self) -> None:
-        """Cast the state to the types of the parameters, before it is read."""
-        self._run_state.follow(self.state, [p for group in self.param_groups for p in group["params"]])
+        self._run_state.follow(self.state, self.param_groups)
+        lower, upper = recalled(self.state, y, SOLVER), recalled(self.state, x, UPPER_SOLVER)
+        return {
+            "memory": lower.memory,
+            "tables": lower.tables,
+            "solver": lower.solver if self.warm_start and self.lower_init is None else None,
+            "upper_memory": upper.memory,
+            "upper_solver": None if self._upper_rules is None else upper.solver,
+        }
 
     def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
         """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
-        new_losses = self._has_new_losses(oracle, tasks)
-        if new_losses:
+        new_losses = self._new_losses(oracle, tasks)
+        if new_losses is not None:
             oracle.session.found.look_again()
             oracle.session.used = {} if self.check_derivatives else None
         estimate = self._whole_estimate(oracle, inputs, tasks)
-        if new_losses:
-            self._check_derivatives(oracle, tasks)
+        if new_losses is not None:
+            self._check_derivatives(oracle, new_losses)
         if oracle.session.buffers_skipped:
             advance_buffers(oracle, estimate.lower)
         oracle.session.lower_sample = None  # a reference cycle would keep the step's graphs
@@ -403,18 +395,20 @@ class Method(Options, Optimizer, ABC):
                 new = self.update(oracle.x, estimate.gradient, inputs.after(estimate))
         return StepResults(estimate, new)
 
-    def _losses(self, oracle: Oracle, tasks: Any) -> tuple[Any, ...]:
-        """Return what identifies the losses of a step: code, parameters, mode of modules, and the kind of problem."""
+    def _new_losses(self, oracle: Oracle, tasks: Any) -> tuple[Any, ...] | None:
+        """Return what identifies the losses of a step: code, parameters, mode of modules, and the kind of problem.
+
+        None if they have been looked at in these parameters, or many others have.
+        """
+        known = oracle.session.found.derivatives
+        if len(known) >= MOST_CHECKS:
+            return None
         codes = [id(code) for one in (oracle.f, oracle.g) for code in one.codes]
         parameters = [id(t) for t in (*oracle.live_x, *oracle.live_y)]
-        return (*codes, *parameters, self._run_state.buffers.mode, tasks is None, self.check_derivatives)
+        losses = (*codes, *parameters, self._run_state.buffers.mode, tasks is None, self.check_derivatives)
+        return None if losses in known else losses
 
-    def _has_new_losses(self, oracle: Oracle, tasks: Any) -> bool:
-        """Return True if these losses have not been looked at in these parameters, and not many others."""
-        known = oracle.session.found.derivatives
-        return len(known) < MOST_CHECKS and self._losses(oracle, tasks) not in known
-
-    def _check_derivatives(self, oracle: Oracle, tasks: Any) -> None:
+    def _check_derivatives(self, oracle: Oracle, losses: tuple[Any, ...]) -> None:
         """Note these losses; if derivatives are checked, raise if one that the estimate has used is wrong."""
         session, opened = oracle.session, ""
         if not self.check_derivatives:
@@ -425,11 +419,7 @@ class Method(Options, Optimizer, ABC):
             opened = check_derivatives(session, self._derivatives)
         session.found.derivatives = {
             **session.found.derivatives,
-            self._losses(oracle, tasks): (
-                opened,
-                *oracle.f.codes,
-                *oracle.g.codes,
-            ),  # while these exist, so do their ids
+            losses: (opened, *oracle.f.codes, *oracle.g.codes),  # while these exist, so do their ids
         }
 
     @property
@@ -563,7 +553,7 @@ class Method(Options, Optimizer, ABC):
             init,
             self._lower_solver,
             generator=self.generator,
-            one_process=self._oracle_options.ranks.group is None,
+            one_process=self._oracle_options.ranks.alone,
         )
         self._begun = None if init is None or start is None else (init, start)
         return put_back

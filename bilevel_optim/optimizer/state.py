@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..hypergradient.estimate import Write
 from ..oracle.buffers import Buffers
 from ..oracle.session import COUNTERS, EvaluationOptions, LossFacts, LowerTrend, Session
+from ..problem.values import replace
 from ..problem.vector import Vector, is_sharded
 from ..solvers.lower import Memory
 from .progress import UpperTrend
@@ -29,8 +30,6 @@ __all__ = [
     "remember",
     "remember_solver",
     "remember_tables",
-    "remembered",
-    "solver_memory",
     "write_rows",
 ]
 
@@ -42,37 +41,20 @@ TABLE = "rows."  # prefix of tables whose rows mix all lower parameters; the fir
 State = MutableMapping[Tensor, dict[str, Any]]
 
 
-def recalled(state: State, parameters: Sequence[Tensor]) -> dict[str, Vector]:
-    """Return the state entries that all these parameters have, by name."""
-    return _recalled([state.get(p, _NOTHING) for p in parameters])[0]
+class Recalled(NamedTuple):
+    """State of the parameters of one level: entries that all of them have, tables, and their optimizer's state."""
+
+    memory: dict[str, Vector]
+    tables: dict[str, Tensor]
+    solver: Memory | None  # None if there is none
 
 
-def remembered(state: State, parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the state of the lower parameters: common entries, tables, and the lower optimizer's state."""
+def recalled(state: State, parameters: Sequence[Tensor], prefix: str) -> Recalled:
+    """Return the state of the parameters of one level, whose optimizer's entries have this prefix."""
     own = [state.get(p, _NOTHING) for p in parameters]
-    memory, tables, alone = _recalled(own)
-    return {"memory": memory, "tables": tables, "solver": _solver(own, SOLVER) if alone else None}
-
-
-def solver_memory(state: State, parameters: Sequence[Tensor]) -> Memory | None:
-    """Return the upper optimizer's state of these parameters; None if there is none."""
-    return _solver([state.get(p, _NOTHING) for p in parameters], UPPER_SOLVER)
-
-
-def _solver(own: Sequence[Mapping[str, Any]], prefix: str) -> Memory | None:
-    """Return the state of the optimizer with this prefix; None if there is none."""
-    solver = [{k[len(prefix) :]: v for k, v in entries.items() if k.startswith(prefix)} for entries in own]
-    return solver if any(solver) else None
-
-
-def _recalled(own: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Vector], dict[str, Tensor], bool]:
-    """Return entries that all states have, the tables of the first, and whether a state may have entries of its own.
-
-    Entries of a level's optimizer are left out, because some of its parameters may have none.
-    """
     memory: dict[str, Vector] = {}
     tables: dict[str, Tensor] = {}
-    alone = len(own) > 1
+    alone = len(own) > 1  # whether a parameter may have entries of its own
     for name, value in own[0].items() if own else ():
         if name.startswith(SOLVERS):
             alone = True
@@ -82,7 +64,9 @@ def _recalled(own: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Vector], dict
             memory[name] = Vector((value,))
         elif all([name in entries for entries in own]):
             memory[name] = Vector([entries[name] for entries in own])
-    return memory, tables, alone
+    found = own if alone else ()
+    solver = [{k[len(prefix) :]: v for k, v in entries.items() if k.startswith(prefix)} for entries in found]
+    return Recalled(memory, tables, solver if any(solver) else None)
 
 
 _NOTHING: Mapping[str, Any] = {}
@@ -180,8 +164,9 @@ class RunState:
     written: dict[int, int] = field(default_factory=dict)
     kinds: tuple[torch.dtype, ...] | None = None
 
-    def follow(self, state: State, parameters: Sequence[Tensor]) -> None:
-        """Cast the state if parameters have been cast since (``module.float()``)."""
+    def follow(self, state: State, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Cast the state if parameters of the groups have been cast since (``module.float()``)."""
+        parameters = [p for group in groups for p in group["params"]]
         kinds = tuple([p.dtype for p in parameters])
         if kinds != self.kinds:
             recast(state, parameters, self.kinds, kinds)
@@ -189,7 +174,7 @@ class RunState:
 
     def session(self, options: EvaluationOptions) -> Session:
         """Return the bookkeeping of a new step."""
-        return Session.for_step(options, self.found, self.buffers, self.warned, self.trend)
+        return Session(options, replace(self.found), self.buffers, warned=set(self.warned), trend=replace(self.trend))
 
     def after(self, session: Session, loss: Tensor) -> dict[str, Any]:
         """Return the attributes' values after a step."""

@@ -13,10 +13,11 @@ from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import Write
 from ..oracle.oracle import Oracle
+from ..problem.parameters import Rate, rates_of
 from ..problem.tasks import LowerInit
 from ..problem.values import replace, values
 from ..problem.vector import Vector
-from ..solvers.lower import LowerRule, Memory, Rate, Solved, rates_of, watch_leap
+from ..solvers.lower import LowerRule, Memory
 from .draws import DrawInputs
 
 __all__ = [
@@ -130,19 +131,20 @@ class StepInputs(DrawInputs):
             return lambda y: oracle.at(lower=y).lower(sample)
 
         solved = rule.run(oracle.y, memory, steps, draw, tol)
-        require_interior(oracle, rule, solved)
+        if solved.projected is not None:
+            require_interior(oracle, rule, solved.projected)
         if solved.gradient is None:
             return LowerResult(oracle, solved.memory, {}, True)
         oracle.checks.finite("lower_grad", solved.y)
-        if solved.early is not None:
-            watch_leap(oracle.session, rule, oracle.y, solved, steps, solved.early[0])
-        return LowerResult(oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.session), rule.plain)
+        told = solved.watched(oracle.session, rule, oracle.y, steps)
+        return LowerResult(oracle.at(lower=solved.y), solved.memory, told, rule.plain)
 
     def step_along(self, oracle: Oracle, gradient: Vector) -> LowerResult:
         """Return the result of one lower step from the oracle's point along this gradient."""
         rule, memory = self.solver_for(oracle.y)
         solved = rule.step(oracle.y, memory, lambda _: (None, gradient))
-        require_interior(oracle, rule, solved)
+        if solved.projected is not None:
+            require_interior(oracle, rule, solved.projected)
         oracle.checks.finite("lower_grad", solved.y)
         return LowerResult(
             oracle.at(lower=solved.y),
@@ -152,14 +154,14 @@ class StepInputs(DrawInputs):
         )
 
 
-def require_interior(oracle: Oracle, rule: LowerRule, solved: Solved) -> None:
-    """Refuse a y on the boundary of a projection if the method assumes a stationary point."""
-    if solved.projected is not None and rule.limits.interior:
+def require_interior(oracle: Oracle, rule: LowerRule, projected: Tensor) -> None:
+    """Refuse a y that a projection has moved, if the method assumes a stationary point."""
+    if rule.limits.interior:
         oracle.checks.refuse(
             "lower_projection holds y where the gradient of the lower loss does not vanish, and there the implicit "
             "hypergradient is wrong; use ITD, which differentiates the projection, or F2SA or PZOBO, which need no "
             "derivative of it (or more lower steps, if y only passes there)",
-            solved.projected,
+            projected,
         )
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from ..errors import filters_kept, require_uninterrupted
 from ..problem.vector import Vector, any_sharded, as_variable
 from .differentiable import has_large_convolutions
-from .evaluation import in_place
 from .hooks import why_one_by_one
-from .point import Point
+from .point import Point, in_place
 from .session import Session
 
 __all__ = ["no_large_convolutions", "no_slow_batching", "require_redirection", "run", "slices"]

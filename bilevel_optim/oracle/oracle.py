@@ -1,18 +1,40 @@
-"""The two losses at one point, with all their derivatives at given values of x and y."""
+r"""The two losses at one point, with all their derivatives at given values of x and y."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..problem.objective import Sample
-from ..problem.vector import Vector
-from . import second_order
-from .point import Point
-from .second_order import LowerSystem, UpperSystem
+from ..problem.vector import Vector, stack
+from ..tracing import is_tracing, span
+from . import batched
+from .differentiable import (
+    explain_second,
+    has_fused,
+    has_kinks,
+    plain_operations,
+    products_of,
+    roots_in,
+    working_unit,
+)
+from .point import Point, none_to_zeros
 
-__all__ = ["Oracle"]
+__all__ = ["LowerSystem", "Oracle", "UpperSystem"]
+
+SHARDED = (
+    "matrices of second derivatives need lower parameters that are not sharded (DTensor), because they are computed "
+    "from full vectors; do not shard y, or use products alone (linear_solver='cg' of AID, variant='matrix_free' of "
+    "SVRB)"
+)
+ROWS = 128  # rows of a Hessian in one pass, whose memory is that many times that of a product
+Product = Callable[[Vector, str], Vector]  # of a vector, and the level to differentiate in: "lower", "upper" or "both"
+Gradients = Sequence[Tensor | None]
 
 
 class Oracle(Point):
@@ -51,28 +73,394 @@ class Oracle(Point):
         ((tensor([4.]),), (tensor([2.]),))
     """
 
-    def upper_system(self, sample: Sample) -> AbstractContextManager[UpperSystem]:
+    @contextmanager
+    def upper_system(self, sample: Sample) -> Generator[UpperSystem]:
         """Context for value, gradient and Hessian-vector products of f in both variables together.
 
         The graph is kept inside the block. A product counts as one Hessian-vector and one cross product.
         """
-        return second_order.upper_system(self, sample)
+        split, like = len(self.x), Vector((*self.x, *self.y))
+        with self.evaluating() as (x, y):
+            gradients, loss, variables = self._graph("upper", sample, x, y, Vector((*x, *y)))
+            self.session.note_reached(gradients[:split])
+            self.session.require_reached(gradients[split:], self.lower_names)
 
-    def lower_system(self, sample: Sample, *, gradient: bool = True) -> AbstractContextManager[LowerSystem]:
+            def product(v: Vector) -> Vector:
+                self.count("hvp")
+                self.count("jvp")
+                products = self._products(gradients, variables, variables, v, like)
+                return Vector(self.averaged(none_to_zeros(products, like))[0])
+
+            loss, gradient = self.results("upper_grad", loss, (self._constant(gradients, like), like))
+            self.checks.finite("upper_grad", gradient)
+            yield UpperSystem(loss, gradient, product)
+
+    @contextmanager
+    def lower_system(self, sample: Sample, *, gradient: bool = True) -> Generator[LowerSystem]:
         """Context for second derivatives of g: a graph kept inside the block, or finite differences.
 
         If only products are needed, pass ``gradient=False``: the gradient is then empty, no lower gradient is counted,
         and the value of g need not be finite.
         """
-        return second_order.lower_system(self, sample, gradient=gradient)
+        if self.session.options.hvp == "finite-difference":
+            yield _by_differences(self, sample, gradient)
+        elif sample.parts is not None:
+            yield _by_parts(self, sample.parts, gradient)
+        elif self.session.options.graphs_outlast:  # Dynamo is slow to trace a solver within the block
+            with self.evaluating() as (x, y):
+                graph = self._lower_graph(sample, x, y)
+            yield self._by_graph(*graph, x, gradient)
+        else:
+            with self.evaluating() as (x, y):
+                yield self._by_graph(*self._lower_graph(sample, x, y), x, gradient)
+
+    def system_sample(self) -> Sample:
+        """Return the next sample of g for one `lower_system`, marked ``once`` if products do not evaluate it again."""
+        session = self.session
+        alone = session.options.hvp == "exact" and session.found.fused is False and session.buffers_constant
+        return self.g.draw(once=alone)
 
     def kept_system(self, sample: Sample) -> LowerSystem:
-        """Return second derivatives of g from a graph that lasts as long as the result."""
-        return second_order.kept_system(self, sample)
+        """Return second derivatives of g from a graph that lasts as long as the result.
+
+        A graph over live leaves saves the leaves themselves, so they get the same values again while it is used.
+        """
+        if sample.parts is not None:
+            return _by_parts(self, sample.parts, True)
+        with self.evaluating() as (x, y):
+            graph = self._lower_graph(sample, x, y)
+            return self._by_graph(*graph, x, True, kept=True)
 
     def lower_matrices(self, sample: Sample) -> tuple[Vector, Tensor, Tensor]:
         r"""Return the gradient of g in y, and :math:`\nabla^2_{yy} g` and :math:`\nabla^2_{xy} g` as matrices.
 
         Their shapes are (lanes, p, p) and (lanes, d, p), with one lane if y is not stacked; x is stacked too if y is.
         """
-        return second_order.lower_matrices(self, sample)
+        lanes, split = self.lanes or 1, len(self.x)
+        sizes = [t.numel() // lanes for t in self.y]
+        like = Vector((*self.x, *self.y))
+        if self.session.options.hvp == "finite-difference":
+            with self.lower_system(sample) as system:
+                gradient = system.gradient
+                pairs = [system.both(_basis(self, sizes, slice(i, i + 1)).lane(0)) for i in range(sum(sizes))]
+                products = [stack([Vector((*c, *h))]) for c, h in pairs]
+        else:
+            with self.evaluating() as (x, y):
+                if self.sharded:
+                    raise ValueError(SHARDED)
+                gradients, loss, _ = self._lower_graph(sample, x, y)
+                variables = Vector((*x, *y))
+                loss, gradient = self.results("lower_grad", loss, (self._constant(gradients, self.y), self.y))
+
+                def together(part: slice) -> Vector:
+                    basis = _basis(self, sizes, part)
+                    found = pulled(gradients, variables, basis, batched=True)
+                    self.session.note_reached(found[:split])
+                    return _stacked(found, like, len(basis[0]))
+
+                def alone(i: int) -> Vector:
+                    found = pulled(gradients, variables, _basis(self, sizes, slice(i, i + 1)).lane(0))
+                    self.session.note_reached(found[:split])
+                    return stack([none_to_zeros(found, like)])
+
+                products = batched.run(self.session, sum(sizes), together, alone)
+            self.count("hvp", sum(sizes))
+            self.count("jvp", sum(sizes))
+        cross = _matrix([Vector(part[:split]) for part in products], sum(sizes), lanes).permute(1, 2, 0)
+        hessian = _matrix([Vector(part[split:]) for part in products], sum(sizes), lanes).transpose(0, 1)
+        cross, hessian = self.averaged(cross, hessian)
+        self.checks.finite("hvp", [hessian])
+        self.checks.finite("jvp", [cross])
+        return gradient, hessian, cross
+
+    # ------------------------------------------------------------------------------------------------------- graphs
+
+    def _lower_graph(self, sample: Sample, x: Vector, y: Vector) -> tuple[Gradients, Tensor, Vector]:
+        """Return the gradient of g in y, with a graph, at the placed point; g; and y (full if sharded)."""
+        graph = self._graph("lower", sample, x, y, y)
+        self.session.require_reached(graph[0], self.lower_names)
+        return graph
+
+    def _graph(
+        self, level: str, sample: Sample, x: Vector, y: Vector, variables: Vector
+    ) -> tuple[Gradients, Tensor, Vector]:
+        """Return the gradient of a loss in variables, with a graph to differentiate again; the loss; the variables."""
+        found = self.session.found
+        try:
+            with plain_operations() if found.fused and not is_tracing() else nullcontext():
+                loss = self.evaluated(level, sample, x, y)
+                if not found.fused and (found.fused is None or level == "upper"):
+                    found.fused = has_fused(loss)
+                    if found.fused:
+                        return self._graph(level, sample, x, y, variables)
+                    found.roots = roots_in(loss) or found.roots
+                if found.roots:
+                    self.checks.roots = found.roots
+                if self.sharded:
+                    variables = self.session.gathered.full(variables)
+                gradients = self.differentiate(loss, variables, graph=True)
+                if self.sharded:
+                    self.session.gathered.require_kept()
+                return gradients, loss, variables
+        except (RuntimeError, NotImplementedError) as error:
+            explain_second(error)
+            raise
+
+    def _by_graph(
+        self, gradients: Gradients, loss: Tensor, y: Vector, x: Vector, gradient: bool, *, kept: bool = False
+    ) -> LowerSystem:
+        """Return the system of a gradient that has a graph; with ``kept`` the live tensors get their values again."""
+        session, own = self.session, Vector(())
+        x = session.gathered.full(x) if self.sharded else x
+
+        def product(v: Vector, wrt: str) -> Vector:
+            variables, like = _of_levels(wrt, x, y), _of_levels(wrt, self.x, self.y)
+            products = self._products(gradients, variables, y, v, like)
+            if wrt != "lower":
+                session.note_reached(products[: len(x)])
+            return Vector(self.averaged(none_to_zeros(products, like))[0])
+
+        def rows(basis: Vector) -> Vector:
+            plain = bool(session.found.fused)
+            return _stacked(pulled(gradients, y, basis, plain=plain, batched=True), self.y, len(basis[0]))
+
+        if gradient:  # a compiled step leaves out an unused loss
+            _, own = self.results("lower_grad", loss, (self._constant(gradients, self.y), self.y))
+        return LowerSystem(self, own, product, rows, placed=kept)
+
+    def _products(self, gradients: Gradients, variables: Vector, at: Vector, v: Vector, like: Vector) -> Gradients:
+        """Return derivatives of <gradients, v>, sharded as the parameters; ``at``: the variables of the gradients."""
+        plain = bool(self.session.found.fused)
+        if not self.sharded:
+            return pulled(gradients, variables, v, plain=plain)
+        gathered = self.session.gathered
+        return gathered.scattered(pulled(gradients, variables, gathered.gathered(v, at), plain=plain), like)
+
+    def _constant(self, gradients: Gradients, like: Vector) -> Gradients:
+        """Return gradients without their graphs, sharded as the parameters."""
+        own = self.session.gathered.scattered(gradients, like) if self.sharded else gradients
+        return [None if t is None else t.detach() for t in own]
+
+
+class LowerSystem:
+    r"""First and second derivatives of g at one point.
+
+    Args:
+        oracle: the losses at the point; counts and checks the products.
+        gradient: the gradient of g in y.
+        product: products with a vector, in y (``"lower"``), x (``"upper"``) or both.
+        rows: products in y with stacked vectors at once. Default: None, which makes one after another.
+        placed: whether the live tensors must hold the point's values for a product. Default: False.
+    """
+
+    def __init__(
+        self,
+        oracle: Oracle,
+        gradient: Vector,
+        product: Product,
+        rows: Callable[[Vector], Vector] | None = None,
+        *,
+        placed: bool = False,
+    ) -> None:
+        self.gradient, self._oracle, self._product, self._rows, self._placed = gradient, oracle, product, rows, placed
+
+    def hvp(self, v: Vector) -> Vector:
+        r"""Return :math:`\nabla^2_{yy} g\, v`."""
+        self._oracle.count("hvp")
+        if not self._placed:
+            return self._product(v, "lower")
+        with self._oracle.placed():
+            return self._product(v, "lower")
+
+    def cross(self, v: Vector) -> Vector:
+        r"""Return :math:`\nabla^2_{xy} g\, v`, shaped like x."""
+        return self._in_x(v, "upper")
+
+    def both(self, v: Vector) -> tuple[Vector, Vector]:
+        """Return ``(cross(v), hvp(v))`` from one pass."""
+        self._oracle.count("hvp")
+        result, split = self._in_x(v, "both"), len(self._oracle.x)
+        return Vector(result[:split]), Vector(result[split:])
+
+    def _in_x(self, v: Vector, wrt: str) -> Vector:
+        oracle = self._oracle
+        oracle.count("jvp")
+        with span("cross product"), oracle.placed() if self._placed else nullcontext():
+            result = self._product(v, wrt)
+        oracle.checks.finite("jvp", result)
+        return result
+
+    def hessian(self) -> Tensor:
+        r"""Return :math:`\nabla^2_{yy} g` as a matrix for each lane, with one lane if y is not stacked."""
+        oracle, lanes = self._oracle, self._oracle.lanes or 1
+        sizes = [t.numel() // lanes for t in oracle.y]
+        n = sum(sizes)
+        if oracle.sharded:
+            raise ValueError(SHARDED)
+
+        def together(part: slice) -> list[Vector]:
+            assert self._rows is not None
+            steps = range(part.start, part.stop, ROWS)
+            return [self._rows(_basis(oracle, sizes, slice(i, min(i + ROWS, part.stop)))) for i in steps]
+
+        def alone(i: int) -> list[Vector]:
+            return [stack([self._product(_basis(oracle, sizes, slice(i, i + 1)).lane(0), "lower")])]
+
+        with oracle.placed() if self._placed else nullcontext():
+            found = batched.run(oracle.session, n, together, alone, possible=self._rows is not None)
+        oracle.count("hvp", n)
+        parts = [own for part in found for own in part]
+        matrix: Tensor = oracle.averaged(_matrix(parts, n, lanes).transpose(0, 1))[0]
+        return matrix
+
+
+class UpperSystem(NamedTuple):
+    """Value, gradient and Hessian-vector products of f in (x, y) together at one point.
+
+    Vectors have the tensors of x, then those of y.
+    """
+
+    loss: Tensor
+    gradient: Vector
+    product: Callable[[Vector], Vector]
+
+
+def pulled(
+    gradients: Sequence[Tensor | None],
+    variables: Vector,
+    v: Sequence[Tensor],
+    *,
+    plain: bool = False,
+    batched: bool = False,
+) -> Sequence[Tensor | None]:
+    """Return derivatives of <gradients, v> in the variables (None where there are none); v may be stacked."""
+    # A constant component has no graph, and contributes nothing to any product.
+    parts = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
+    if not parts:
+        return [None] * len(variables)
+    try:
+        with plain_operations() if plain and not is_tracing() else nullcontext():
+            return torch.autograd.grad(
+                [g for _, g in parts],
+                list(variables),
+                [v[i] for i, _ in parts],
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=batched,
+            )
+    except (RuntimeError, NotImplementedError) as error:
+        explain_second(error)
+        raise
+
+
+def _of_levels(wrt: str, x: Vector, y: Vector) -> Vector:
+    return y if wrt == "lower" else x if wrt == "upper" else Vector((*x, *y))
+
+
+def _by_parts(oracle: Oracle, parts: Sequence[Sample], gradient: bool) -> LowerSystem:
+    """Return the system of the mean over several samples; each product builds their graphs again, one by one."""
+    own = oracle.at()  # for this process alone, without counts: the parts together are one product
+    own.shared, own.weight = False, 0
+
+    def mean(of: Callable[[LowerSystem], Sequence[Tensor]]) -> Vector:
+        total: Vector | None = None
+        for part in parts:
+            with own.lower_system(part) as system:
+                found = Vector(of(system))
+            total = found if total is None else total + found
+        assert total is not None
+        return Vector(oracle.averaged(total * (1 / len(parts)))[0])
+
+    products: dict[str, Callable[[LowerSystem, Vector], Sequence[Tensor]]] = {
+        "lower": lambda system, v: system.hvp(v),
+        "upper": lambda system, v: system.cross(v),
+        "both": lambda system, v: [t for part in system.both(v) for t in part],
+    }
+
+    def product(v: Vector, wrt: str) -> Vector:
+        return mean(lambda system: products[wrt](system, v))
+
+    if not gradient:
+        return LowerSystem(oracle, Vector(()), product)
+    oracle.count("lower_grad")
+    return LowerSystem(oracle, mean(lambda system: system.gradient), product)
+
+
+def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSystem:
+    """Return the system with products from central differences of gradients, all on the same sample."""
+    y, session, both = oracle.y, oracle.session, (*oracle.x, *oracle.y)
+
+    def slope(at: Vector, wrt: str) -> Vector:
+        point = oracle.at(lower=at)
+        with point.evaluating() as (live_x, live_y):
+            variables = _of_levels(wrt, live_x, live_y)
+            loss, gradients = point.slopes("lower", sample, live_x, live_y, variables, frozen=wrt == "lower")
+            if session.found.kinked is None and loss.requires_grad:
+                session.found.kinked, session.found.products = has_kinks(loss), products_of(loss)
+        if wrt == "lower":
+            session.require_reached(gradients, oracle.lower_names)
+        else:
+            session.note_reached(gradients[: len(oracle.x)])
+        like = _of_levels(wrt, oracle.x, y)
+        loss, result = oracle.averaged(loss.detach(), none_to_zeros(gradients, like))
+        oracle.checks.scalar("loss", loss)
+        return Vector(result)
+
+    def product(v: Vector, wrt: str) -> Vector:
+        # Truncation eps^2 balances round-off u / eps at eps ~ u^(1/3), in units of the size of y along v. Half of that
+        # is better on average: too long a step costs more than too short a one.
+        length = v.norm().clamp_min(torch.finfo(torch.float32).tiny)
+        epsilon = 0.5 * math.pow(working_unit(both), 1 / 3) * (1 + y.norm()) / length
+        shift = v.times(epsilon)
+        return (slope(y + shift, wrt) - slope(y - shift, wrt)).times(0.5 / epsilon)
+
+    if not gradient:
+        return LowerSystem(oracle, Vector(()), product)
+    oracle.count("lower_grad")
+    system = LowerSystem(oracle, slope(y, "lower"), product)
+    oracle.checks.finite("lower_grad", system.gradient)
+    if session.found.kinked:
+        oracle.checks.alert(
+            "kinks",
+            "the lower loss has kinks (ReLU, max-pooling and the like), across which differences of its gradient say "
+            "little of its second derivative: products can be wrong by any factor. Use hvp='exact', or smooth "
+            "activations (softplus, GELU, tanh)",
+            torch.ones((), dtype=torch.bool, device=oracle.device),
+        )
+    # A longer step would not help: its truncation error is larger than the rounding error.
+    if working_unit(both, session.found.products) > working_unit(both):
+        oracle.checks.alert(
+            "rounded products",
+            "the lower loss contains convolutions or products of matrices that torch computes in less than single "
+            "precision (TF32), so differences of its gradient can be wrong by a third. Set "
+            "torch.backends.cudnn.allow_tf32 = False (and torch.set_float32_matmul_precision('highest')), or use "
+            "hvp='exact'",
+            torch.ones((), dtype=torch.bool, device=oracle.device),
+        )
+    return system
+
+
+def _stacked(products: Sequence[Tensor | None], like: Sequence[Tensor], n: int) -> Vector:
+    """Return products with n stacked vectors, with zeros for missing ones."""
+    return Vector(t.new_zeros(n, *t.shape) if p is None else p for p, t in zip(products, like, strict=True))
+
+
+def _matrix(parts: Sequence[Vector], n: int, lanes: int) -> Tensor:
+    """Join rows of a matrix for each lane, to shape (n, lanes, columns)."""
+    return _joined([_joined([part[i] for part in parts]).reshape(n, lanes, -1) for i in range(len(parts[0]))], -1)
+
+
+def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors], dim)  # no copy of a large matrix
+
+
+def _basis(oracle: Oracle, sizes: Sequence[int], part: slice) -> Vector:
+    """Return stacked unit vectors of the space of y, the same in every lane."""
+    lanes = oracle.lanes or 1
+    rows = torch.arange(part.start, part.stop, device=oracle.device)
+    parts, offset = [], 0
+    for t, n in zip(oracle.y, sizes, strict=True):
+        unit = (rows.unsqueeze(1) == torch.arange(offset, offset + n, device=rows.device)).to(t.dtype)
+        parts.append(unit.unsqueeze(1).expand(-1, lanes, -1).reshape(len(rows), *t.shape))
+        offset += n
+    return Vector(parts)

@@ -17,7 +17,7 @@ from .differentiable import is_marked, mark_graph, require_constant_weights
 from .doors import require_free_batch
 from .session import Session, as_scalar
 
-__all__ = ["Point", "none_to_zeros"]
+__all__ = ["Point", "in_place", "none_to_zeros"]
 
 CALLS_BACKWARD = (
     "the {} seems to call backward() or zero_grad(), or to return a loss whose graph has been freed, but the optimizer "
@@ -52,7 +52,7 @@ class Point:
         self.live_x, self.live_y = Vector(upper), Vector(lower)
         x, y = values  # those of the live tensors, if None
         self.x, self.y = self.live_x.detach() if x is None else x, self.live_y.detach() if y is None else y
-        self.moved = (x is not None, y is not None)
+        self.live, self.placing = (self.live_x, self.live_y), values
         self.f = upper_loss if isinstance(upper_loss, Objective) else Objective(upper_loss)
         self.g = lower_loss if isinstance(lower_loss, Objective) else Objective(lower_loss)
         self.session = session or Session()
@@ -81,24 +81,31 @@ class Point:
         """Return the same losses at other values of x, of y, or of both."""
         other = object.__new__(type(self))
         other.lanes, other.shared, other.weight = self.lanes, self.shared, self.weight
-        other.live_x, other.live_y, other._names = self.live_x, self.live_y, self._names
+        other.live_x, other.live_y, other.live, other._names = self.live_x, self.live_y, self.live, self._names
         other.x = self.x if upper is None else Vector(upper).detach()
         other.y = self.y if lower is None else Vector(lower).detach()
-        other.moved = (self.moved[0] or upper is not None, self.moved[1] or lower is not None)
+        x, y = self.placing
+        other.placing = (x if upper is None else other.x, y if lower is None else other.y)
         other.f, other.g, other._features = self.f, self.g, self._features
         other.session, other.checks, other.device, other.sharded = self.session, self.checks, self.device, self.sharded
         return other
 
+    @property
+    def moved(self) -> tuple[bool, bool]:
+        """Two marks, of x and of y: True for other values than those of the live tensors."""
+        x, y = self.placing
+        return x is not None, y is not None
+
     def placed(self) -> AbstractContextManager[Sequence[Vector]]:
         """Evaluate at this point inside the block; yields the variables x and y to differentiate in."""
-        x_moved, y_moved = self.moved
-        return self.session.options.evaluation(
-            (self.live_x, self.live_y), (self.x if x_moved else None, self.y if y_moved else None)
-        )
+        return (self.session.options.evaluation or in_place)(self.live, self.placing)
 
     def evaluating(self) -> AbstractContextManager[Sequence[Vector]]:
         """Context like `placed`, after which module buffers (running statistics) have their old values."""
-        return self.placed() if self.session.buffers_constant else self._evaluating()
+        session = self.session
+        if not session.buffers_constant:
+            return self._evaluating()
+        return (session.options.evaluation or in_place)(self.live, self.placing)
 
     @contextmanager
     def _evaluating(self) -> Generator[Sequence[Vector]]:
@@ -290,12 +297,9 @@ class Point:
         if level == "lower" or self.session.options.one_loss:
             self.session.require_reached(gradients[split:], self.lower_names)
         self.session.note_reached(gradients[:split])
-        self.count(f"{level}_grad")
-        loss, grad_x, grad_y = self.averaged(
-            loss.detach(), none_to_zeros(gradients[:split], self.x), none_to_zeros(gradients[split:], self.y)
-        )
-        self.checks.scalar("loss", loss)
-        self.checks.finite(f"{level}_grad", [*grad_x, *grad_y])
+        name = f"{level}_grad"
+        loss, grad_x, grad_y = self.results(name, loss, (gradients[:split], self.x), (gradients[split:], self.y))
+        self.checks.finite(name, [*grad_x, *grad_y])
         return loss, grad_x, grad_y
 
     def lower(self, sample: Sample, level: str = "lower") -> tuple[Tensor, Vector]:
@@ -304,9 +308,7 @@ class Point:
             loss, gradients = self.slopes(level, sample, x, y, y, frozen=True)
         if level == "lower":
             self.session.require_reached(gradients, self.lower_names)
-        self.count(f"{level}_grad")
-        loss, gradient = self.averaged(loss.detach(), none_to_zeros(gradients, self.y))
-        self.checks.scalar("loss", loss)
+        loss, gradient = self.results(f"{level}_grad", loss, (gradients, self.y))
         return loss, gradient
 
     def upper_alone(self, sample: Sample) -> tuple[Tensor, Vector]:
@@ -314,11 +316,28 @@ class Point:
         with self.evaluating() as (x, y):
             loss, gradients = self.slopes("upper", sample, x, y, x)
         self.session.note_reached(gradients)
-        self.count("upper_grad")
-        loss, gradient = self.averaged(loss.detach(), none_to_zeros(gradients, self.x))
-        self.checks.scalar("loss", loss)
+        loss, gradient = self.results("upper_grad", loss, (gradients, self.x))
         self.checks.finite("upper_grad", gradient)
         return loss, gradient
+
+    def results(
+        self, counted: str, loss: Tensor, *gradients: tuple[Sequence[Tensor | None], Vector]
+    ) -> tuple[Any, ...]:
+        """Return a loss and gradients of it, means over the ranks, and count them under a name.
+
+        Gradients come with the values that they belong to: those of tensors that the loss leaves out are zero.
+        """
+        self.session.counts[counted] += self.weight
+        found: tuple[Any, ...] = (
+            loss.detach(),
+            *(
+                Vector([torch.zeros_like(t) if g is None else g for g, t in zip(own, like, strict=True)])
+                for own, like in gradients
+            ),
+        )
+        found = found if self.session.options.ranks.alone or not self.shared else self.session.averaged(*found)
+        self.checks.scalar("loss", found[0])
+        return found
 
     def slopes(
         self,
@@ -396,6 +415,57 @@ class Point:
                         f"the features of the {level} objective depend on lower parameter {name}, but are evaluated "
                         "only once for many values of y; move the part that reads y from features= into the loss"
                     )
+
+
+class in_place:
+    """Put values into live tensors inside the block; yields the live tensors as variables.
+
+    This works with everything that torch does with a closure over them (compiled modules, checkpointing, hooks), but
+    for one set of values at a time and not inside a larger graph: copies and compiled steps replace the live tensors
+    in every torch call instead (`Substitution`). Graphs made inside must not be used outside: a graph saves the live
+    leaf itself, and would read the restored value.
+
+    Args:
+        live: vectors of live tensors.
+        values: for each a vector, or None to keep its values.
+    """
+
+    __slots__ = ("_before", "_live", "_moved", "_values")
+
+    def __init__(self, live: Sequence[Vector], values: Sequence[Vector | None]) -> None:
+        self._live = live
+        self._moved: list[Tensor] = []
+        self._values: list[Tensor] = []
+        for tensors, new in zip(live, values, strict=True):
+            if new is not None:
+                self._moved += tensors
+                self._values += new
+        self._before: Sequence[Tensor] | None = None
+
+    def __enter__(self) -> Sequence[Vector]:
+        moved = self._moved
+        if any_sharded(moved):
+            # FSDP knows a sharded parameter's storage by its address: write into it instead.
+            self._before = Vector(moved).detach().clone()
+            Vector(moved).copy_(self._values)
+            return self._live
+        before = [t.data for t in moved]
+        try:
+            for tensor, value in zip(moved, self._values, strict=True):
+                tensor.data = value.detach()
+        except BaseException:
+            for tensor, storage in zip(moved, before, strict=True):
+                tensor.data = storage
+            raise
+        self._before = before
+        return self._live
+
+    def __exit__(self, *error: Any) -> None:
+        if isinstance(self._before, Vector):
+            Vector(self._moved).copy_(self._before)
+        elif self._before is not None:
+            for tensor, storage in zip(self._moved, self._before, strict=True):
+                tensor.data = storage
 
 
 def none_to_zeros(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:

@@ -506,7 +506,7 @@ def _apart(oracle: Oracle, session: Session) -> Oracle:
     """Return an oracle at the same point with bookkeeping of its own, whose ranks do not wait for each other."""
     other = oracle.at()
     options = replace(session.options, hvp="exact")
-    other.session = Session.for_step(options, session.found, session.buffers, session.warned)
+    other.session = session.renewed(options)
     other.checks, other.shared, other._features = other.session.checks, False, {}
     return other
 

@@ -15,15 +15,16 @@ from ..distributed.sharding import Gathered
 from ..errors import warn
 from ..problem.objective import Sample
 from ..problem.values import replace
+from ..problem.vector import Vector
 from ..tracing import is_tracing
 from .buffers import Buffers, Kept
 from .checks import Checks
-from .evaluation import Evaluation, in_place
 
 __all__ = [
     "COUNTERS", "EvaluationOptions", "LossFacts", "LowerTrend", "Session", "as_scalar",
 ]  # fmt: skip
 
+Evaluation = Callable[[Sequence[Vector], Sequence[Vector | None]], AbstractContextManager[Sequence[Vector]]]
 _NONE = Kept({}, Buffers(complete=True))
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
 STREAK = 10  # lower solves in a row that must agree before a warning
@@ -37,7 +38,7 @@ class EvaluationOptions:
         vectorize: copies and lanes under one vmap (True), in a loop (False), or in chunks of that many.
         hvp: ``"exact"`` or ``"finite-difference"`` second derivatives.
         ranks: ranks over which results are averaged.
-        evaluation: evaluates a loss at given values: `in_place`, or another context.
+        evaluation: context that puts given values in the place of live tensors. Default: `in_place`.
         graphs_outlast: whether its graphs stay valid after the block that made them.
         one_loss: whether the user gave one loss for both levels, so that messages say "the loss".
         follows_curvature: whether learning rates of y follow the curvature of g.
@@ -47,7 +48,7 @@ class EvaluationOptions:
     vectorize: bool | int = True
     hvp: str = "exact"
     ranks: Ranks = field(default_factory=Ranks)
-    evaluation: Evaluation = in_place
+    evaluation: Evaluation | None = None
     graphs_outlast: bool = False
     one_loss: bool = False
     follows_curvature: bool = False
@@ -214,17 +215,9 @@ class Session:
         """Full parameters of sharded modules."""
         return Gathered()
 
-    @classmethod
-    def for_step(
-        cls,
-        options: EvaluationOptions,
-        found: LossFacts,
-        buffers: Buffers,
-        warned: set[str],
-        trend: LowerTrend | None = None,
-    ) -> Session:
-        """Return the session of a new step."""
-        return cls(options, replace(found), buffers, warned=set(warned), trend=replace(trend or LowerTrend()))
+    def renewed(self, options: EvaluationOptions) -> Session:
+        """Return a session for another step, with copies of these facts."""
+        return Session(options, replace(self.found), self.buffers, warned=set(self.warned), trend=replace(self.trend))
 
     def note_use(self, level: str, point: Any, sample: Sample) -> None:
         """Note the first point and sample at which a step takes a derivative of a loss, if these are asked for."""

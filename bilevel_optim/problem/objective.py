@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..pytree import tree_leaves, tree_map
-from ..tracing import is_tracing
-from .profiling import span
+from ..tracing import is_tracing, span
 from .random import (
     RandomState,
     default_state,
@@ -220,16 +219,13 @@ class Objective:
         return _Wrapped(self, wrap)
 
     @property
-    def code(self) -> Any:
-        """Code of the loss, which stays the same if an equal function is made at each step; else its type."""
-        return _code_of(self.loss)
-
-    @property
     def codes(self) -> tuple[Any, ...]:
         """Code of the loss and, if it has them, of its features; a module is itself."""
         if self.features is None:
-            return (self.code, None)
-        return self.code, self.features if isinstance(self.features, torch.nn.Module) else _code_of(self.features)
+            return (_code_of(self.loss), None)
+        return _code_of(self.loss), self.features if isinstance(self.features, torch.nn.Module) else _code_of(
+            self.features
+        )
 
     def begin(self) -> None:
         """Begin an outer step: drop cached features, also for the same batch."""

@@ -16,6 +16,7 @@ from .overlaps import overlapping, overlaps_itself
 __all__ = [
     "LEVELS",
     "Params",
+    "Rate",
     "as_groups",
     "consistently_named",
     "has_options_of_sgd",
@@ -24,6 +25,7 @@ __all__ = [
     "level_groups",
     "level_of",
     "names_of",
+    "rates_of",
     "require",
     "require_apart",
     "require_choice",
@@ -35,6 +37,7 @@ __all__ = [
     "unnamed",
 ]
 
+Rate = Any  # a learning rate: a number or a scalar tensor
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 LEVELS = ("upper", "lower")
@@ -276,6 +279,17 @@ def by_level(groups: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
             require_rates((group,))
         found[group["level"]].append({**group, "params": [p for p in group["params"] if p.requires_grad]})
     return found
+
+
+def rates_of(groups: Sequence[dict[str, Any]]) -> list[Rate]:
+    """Return the learning rate of each tensor of these groups."""
+    rates: list[Rate] = []
+    for group in groups:
+        rate = group["lr"]
+        if type(rate) is not float:
+            rate = rate.detach().reshape(()) if isinstance(rate, Tensor) else float(rate)
+        rates += [rate] * len(group["params"])
+    return rates
 
 
 def tensors_of(groups: Iterable[dict[str, Any]], level: str) -> list[Tensor]:

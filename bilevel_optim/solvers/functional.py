@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,25 +16,13 @@ from torch.overrides import TorchFunctionMode
 from ..problem.vector import Vector
 from ..tracing import is_tracing
 
-__all__ = ["Memory", "Rate", "can_be_unrolled", "rates_of", "sgd", "updated"]
+__all__ = ["Memory", "can_be_unrolled", "sgd", "updated"]
 
 Memory = list[dict[str, Any]]  # an optimizer's state (momentum and the like), one dict per tensor
 COUNT, KIND = (
     "step",
     torch.float32,
 )  # key of torch.optim's step count, and its type unless the default dtype is double
-Rate = Any  # a learning rate: a number or a scalar tensor
-
-
-def rates_of(groups: Sequence[dict[str, Any]]) -> list[Rate]:
-    """Return the learning rate of each tensor of these groups."""
-    rates: list[Rate] = []
-    for group in groups:
-        rate = group["lr"]
-        if type(rate) is not float:
-            rate = rate.detach().reshape(()) if isinstance(rate, Tensor) else float(rate)
-        rates += [rate] * len(group["params"])
-    return rates
 
 
 def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:

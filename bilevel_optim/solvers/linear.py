@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf, isfinite, nan
+from math import inf, isfinite, nan, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ Product = Callable[[Vector], Vector]
 ORDINARY = (1e-4, 1e4)  # norms whose squares float32 can hold, also after the solve has reduced them
 ENDED = 0.03  # relative error of v, residual times condition, from which on a solve is not finished
 KERNEL = 1e-3  # ||H r|| / (||H|| ||r||) of a residual that least squares cannot reduce: it is no sign of a missing part
+SMALLEST = torch.finfo(torch.float64).tiny
 GROWTH = 100  # of the squared residual: a v whose residual is ten times the right-hand side is worse than zero
 
 
@@ -132,7 +133,7 @@ def cg(
         >>> result.solution, int(result.iterations)
         ((tensor([1.0000, 0.5000]),), 2)
     """
-    right, apply = Vector(b), partial(_damped, product, damping=damping)
+    right, apply = Vector(b), _damped(product, damping)
     one_here = right[0].is_cpu and not lanes and not any_sharded(right) and _host_looks(right[0])
     v, r, kept = _choose_start(apply, right, start, lanes, read=one_here, energy=True)
     turn = None if direction is None or start is None else _where(kept, Vector(direction), right.zeros_like())
@@ -301,16 +302,16 @@ def _cg(
     # |v| / |b| is a lower bound of the inverse of the smallest eigenvalue, too.
     inverse, lift = 1 / least, (length / where(square > 0, square, 1.0)) ** 0.5
     condition = top * where(lift > inverse, lift, inverse)
-    if not isinstance(rr, Tensor):
-        rr, square, condition = (
-            torch.tensor(number, dtype=torch.float64, device="cpu") for number in (rr, square, condition)
-        )
-        iterations, indefinite, diverged, active = (
-            torch.tensor(figure, device="cpu") for figure in (iterations, indefinite, diverged, active)
-        )
-    residual = rr.sqrt()
-    relative = _relative(residual, square.sqrt())
-    unfinished = active & ~diverged & (relative * condition > ENDED)
+    if isinstance(rr, Tensor):
+        residual = rr.sqrt()
+        relative = _relative(residual, square.sqrt())
+        unfinished = active & ~diverged & (relative * condition > ENDED)
+    else:
+        own, share = sqrt(rr), sqrt(rr) / max(sqrt(square), SMALLEST)
+        unfinished = active and not diverged and share * condition > ENDED
+        figures = torch.tensor([own, share, condition], dtype=torch.float64, device="cpu")
+        (residual, relative, condition), iterations = figures.unbind(), torch.tensor(iterations, device="cpu")
+        indefinite, diverged, unfinished = torch.tensor([indefinite, diverged, unfinished], device="cpu").unbind()
     return LinearSolution(
         v, residual, iterations, indefinite, relative, diverged, condition, unfinished, direction=following
     )
@@ -410,7 +411,8 @@ def minres(
     eps = torch.finfo(b[0].dtype).eps
     b_norm = norm(b)
     floor = (max(tol, eps) * b_norm).clamp_min(atol)
-    first, r, _ = _choose_start(partial(_damped, product, damping=damping), b, start, lanes)
+    apply = _damped(product, damping)
+    first, r, _ = _choose_start(apply, b, start, lanes)
     v, residual = first, norm(r)
     beta = residual
     # Lanczos makes H tridiagonal in the basis q; Givens rotations (c, s) make that triangular, row by row, and w are
@@ -427,7 +429,7 @@ def minres(
         active = (residual > floor) & ~stuck
         if _seen_done(active, k, max(tol, atol)):
             break
-        hq = _damped(product, q, damping) - q_old.times(beta) if k else _damped(product, q, damping)
+        hq = apply(q) - q_old.times(beta) if k else apply(q)
         alpha = dot(q, hq)
         hq = hq - q.times(alpha)
         old_beta, beta = beta, norm(hq)
@@ -523,16 +525,16 @@ def fixed_point(
         >>> result.solution
         (tensor([0.3750]),)
     """
-    b = Vector(b)
+    b, apply = Vector(b), _damped(product, damping)
     v = b.zeros_like() if start is None else Vector(start)
-    r = b if start is None else b - _damped(product, v, damping)
+    r = b if start is None else b - apply(v)
     norm = Vector.lane_norm if lanes else Vector.norm
     b_norm = norm(b)
     first = b_norm if start is None else norm(r)
     done = torch.zeros_like(b_norm, dtype=torch.int64)
     for k in range(steps):
         if k:
-            r = b - _damped(product, v, damping)
+            r = b - apply(v)
         move, active, seen_done = _unfinished(r, norm, b_norm, k, tol)
         if seen_done:
             break
@@ -571,13 +573,14 @@ def neumann(
         raise ValueError("Invalid start: a Neumann series starts from zero; use fixed_point for a warm start")
     norm = Vector.lane_norm if lanes else Vector.norm
     term = total = b = Vector(b)
+    apply = _damped(product, damping)
     residual = b_norm = norm(b)
     done = torch.zeros_like(residual, dtype=torch.int64)
     for k in range(steps):
         term, active, seen_done = _unfinished(term, norm, b_norm, k, tol)
         if seen_done:
             break
-        term = term - _damped(product, term * lr, damping)
+        term = term - apply(term * lr)
         residual = torch.where(active, norm(term), residual) if isinstance(active, Tensor) else residual
         total, done = total + term, done + active
     return _finished(total * lr, norm(term) if tol <= 0 else residual, done, b_norm, b_norm, damping)
@@ -623,8 +626,8 @@ def neumann_term(
     return _finished(term * lr * float(terms), residual, done, b_norm, b_norm)
 
 
-def _damped(product: Product, v: Vector, damping: float) -> Vector:
-    return product(v) + v * damping if damping else product(v)
+def _damped(product: Product, damping: float) -> Product:
+    return (lambda v: product(v) + v * damping) if damping else product
 
 
 def _inverse(value: Tensor) -> Tensor:

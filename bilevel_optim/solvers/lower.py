@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from ..oracle.session import Session
-from ..problem.profiling import span
+from ..problem.parameters import Rate, rates_of
 from ..problem.vector import Vector, is_sharded
-from ..tracing import is_tracing
+from ..tracing import is_tracing, span
 from .agd import AGD
-from .functional import Memory, Rate, rates_of, sgd, updated
+from .functional import Memory, sgd, updated
 from .limits import Limits, changes
 
 __all__ = [
@@ -28,16 +28,12 @@ __all__ = [
     "LowerRule",
     "LowerRules",
     "Memory",
-    "Rate",
     "Solved",
     "gradient_dot",
     "is_known",
     "largest_rate",
     "needs_closure",
-    "rates_of",
     "sgd",
-    "watch_leap",
-    "watched_growth",
 ]
 
 Factory = Callable[[Any], Optimizer]
@@ -114,13 +110,31 @@ class Solved(NamedTuple):
         assert self.residual is not None
         return self.residual.lane_norm() if lanes else self.residual.norm()
 
-    def watched(self, session: Session) -> dict[str, Tensor]:
-        """Return diagnostics of the steps; warn if they diverge."""
+    def watched(self, session: Session, rule: LowerRule, start: Vector, steps: int) -> dict[str, Tensor]:
+        """Return diagnostics of steps from ``start``; warn if they diverge or leap.
+
+        They diverge if the norm of the gradient grew ``GROWTH`` times in each half of them, or if `LowerTrend` finds
+        growth over several solves. Gradient steps leap if they went much further than gradients like the first explain.
+        The last gradient may be as small as the first then: that of exp(y) - y is -1 far to the left, where a long step
+        ends.
+        """
         if self.gradient is None:
             return {}
         last = self.norm()
-        early = None if self.early is None else (_together(self.early[0]), _together(self.early[1]))
-        return {"lower_residual": last, **watched_growth(session, early, last, self.turn)}
+        if self.early is None:
+            return {"lower_residual": last}
+        first, middle = (_together(norms) for norms in self.early)
+        session.checks.alert_if(GROWS, GROWING, _grows, first, middle, last)
+        if session.options.follows_curvature:
+            session.checks.alert_if(LED_AWAY, "", _led_away, first, last)
+        if not is_tracing():
+            turn, trend = first.new_zeros(()) if self.turn is None else self.turn, session.trend
+            session.checks.alert_if(NO_END, trend.message, trend.note_solve, first, last, turn)
+        if rule.plain:
+            moved, size = (self.y - start).norm(), 1 + start.norm()  # from a saddle steps go far, but not that far
+            reach = steps * largest_rate(rule.rates, first) * first
+            session.checks.alert_if("leaping lower steps", LEAPING, _leapt, moved, size, first, last, reach)
+        return {"lower_residual": last, "lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}
 
 
 class LowerRule:
@@ -383,42 +397,11 @@ def gradient_dot(before: Solved, last: Solved) -> Tensor | None:
     return last.gradient.dot(before.gradient)
 
 
-def watched_growth(
-    session: Session, early: tuple[Tensor, Tensor] | None, last: Tensor, turn: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Return the last lower gradient's norm divided by the first's; warn if the lower steps diverge.
-
-    They diverge if the norm grew ``GROWTH`` times in each half of the steps, or if `LowerTrend` finds growth over
-    several solves.
-    """
-    if early is None:
-        return {}
-    (first, middle), trend = early, session.trend
-    session.checks.alert_if(GROWS, GROWING, _grows, first, middle, last)
-    if session.options.follows_curvature:
-        session.checks.alert_if(LED_AWAY, "", _led_away, first, last)
-    if not is_tracing():
-        turn = first.new_zeros(()) if turn is None else turn
-        session.checks.alert_if(NO_END, trend.message, trend.note_solve, first, last, turn)
-    return {"lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}
-
-
 def largest_rate(rates: Sequence[Rate], like: Tensor) -> Rate:
     """Return the largest learning rate, a number if all of them are."""
     if all([isinstance(rate, float) for rate in rates]):
         return max(rates)
     return torch.stack([torch.as_tensor(rate).to(like) for rate in rates]).max()
-
-
-def watch_leap(session: Session, rule: LowerRule, start: Vector, solved: Solved, steps: int, first: Tensor) -> None:
-    """Warn if gradient steps went much further than gradients like the first, of this norm, explain.
-
-    The last gradient may be as small as the first: that of exp(y) - y is -1 far to the left, where a long step ends.
-    """
-    if rule.plain:
-        first, last, rate = _together(first), solved.norm(), largest_rate(rule.rates, first)
-        moved, size = (solved.y - start).norm(), 1 + start.norm()  # from a saddle steps go far, but not that far
-        session.checks.alert_if("leaping lower steps", LEAPING, _leapt, moved, size, first, last, steps * rate * first)
 
 
 def _leapt(moved: Any, size: Any, first: Any, last: Any, reach: Any) -> Any:

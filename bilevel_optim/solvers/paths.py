@@ -16,7 +16,7 @@ from ..oracle.doors import OPTIONS, PROJECTION, STEP
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
-from .lower import LowerRule, watch_leap
+from .lower import LowerRule
 
 __all__ = ["STACK", "Paths"]
 
@@ -131,8 +131,6 @@ class Paths:
             return gradient
 
         solved = rule.run(start, rule.fresh(), len(self.samples), draw)
-        solved.watched(oracle.session)
-        if solved.early is not None:
-            watch_leap(oracle.session, rule, start, solved, len(self.samples), solved.early[0])
+        solved.watched(oracle.session, rule, start, len(self.samples))
         total = torch.stack(values).sum(0) if values else start[0].new_zeros(n)
         return PathEnds(solved.y, first[0] if first else None, solved.residual, total, start)

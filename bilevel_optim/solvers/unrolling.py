@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..problem.parameters import rates_of
 from ..problem.vector import Vector, as_variable
-from .functional import Memory, can_be_unrolled, rates_of, updated
+from .functional import Memory, can_be_unrolled, updated
 from .lower import LowerRule
 
 __all__ = ["can_be_unrolled", "update_vjp"]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import bilevel_optim as bo
 from bilevel_optim import Vector
 from bilevel_optim.oracle.copies import Copies
-from bilevel_optim.oracle.evaluation import in_place
+from bilevel_optim.oracle.point import in_place
 from bilevel_optim.oracle.session import EvaluationOptions, Session
 from bilevel_optim.problem.vector import stack
 

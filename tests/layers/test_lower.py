@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from bilevel_optim import AGD, Vector
+from bilevel_optim.problem.parameters import rates_of
 from bilevel_optim.solvers.functional import updated
-from bilevel_optim.solvers.lower import LowerRule, Solved, rates_of
+from bilevel_optim.solvers.lower import LowerRule, Solved
 from bilevel_optim.solvers.unrolling import can_be_unrolled, update_vjp
 
 from ..problems import close

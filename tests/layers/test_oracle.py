@@ -9,8 +9,8 @@ import bilevel_optim as bo
 from bilevel_optim import Vector
 from bilevel_optim.distributed.ranks import Ranks
 from bilevel_optim.oracle import batched
-from bilevel_optim.oracle.evaluation import in_place
 from bilevel_optim.oracle.lanes import stacked
+from bilevel_optim.oracle.point import in_place
 from bilevel_optim.oracle.session import EvaluationOptions, Session
 from bilevel_optim.problem.objective import Sample
 
@@ -367,7 +367,7 @@ def test_an_exception_of_the_loss_is_raised_again():
 
 def test_findings_of_a_step_are_private_until_it_is_committed():
     known = Session().found
-    session = Session.for_step(EvaluationOptions(), known, Session().buffers, {"a"})
+    session = Session(found=known, warned={"a"}).renewed(EvaluationOptions())
     run(3, session=session, fails=ValueError("no"))
     session.warned.add("b")
     assert (session.found.fallback, known.fallback) == ("ValueError: no", None)

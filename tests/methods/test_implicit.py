@@ -447,7 +447,7 @@ def test_a_direct_solve_is_exact_where_cg_is_not(options):
 
 def test_a_direct_solve_of_many_rows_is_made_in_parts(monkeypatch):
     """Compute the Hessian of a lower loss over two tensors, with some zero rows, by 7 rows at a time."""
-    monkeypatch.setattr("bilevel_optim.oracle.second_order.ROWS", 7)
+    monkeypatch.setattr("bilevel_optim.oracle.oracle.ROWS", 7)
     x, a, b = (torch.randn(n).requires_grad_() for n in (3, 5, 4))
     direct = bo.AID([x], [a, b], lr=0.1, lower_lr=0.1, lower_steps=0, linear_solver="direct", damping=0.7)
     direct.backward(

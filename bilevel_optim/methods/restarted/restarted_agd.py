@@ -14,10 +14,9 @@ from torch import Tensor
 from ...distributed.ranks import Ranks
 from ...optimizer.checkpoint import own_attributes
 from ...optimizer.options import GENERATOR
-from ...optimizer.state import recalled, remember
+from ...optimizer.state import UPPER_SOLVER, recalled, remember
 from ...optimizer.transaction import Transaction
-from ...oracle.evaluation import in_place
-from ...oracle.point import none_to_zeros
+from ...oracle.point import in_place, none_to_zeros
 from ...problem.parameters import is_number, require, require_rates
 from ...problem.vector import Vector
 from .restart import Momentum, Position, Restarted, iteration_property
@@ -120,7 +119,8 @@ class RestartedAGD(Restarted):
     def _moved(
         self, groups: list[dict[str, Any]], live: Vector, closure: Callable[[], Any], transaction: Transaction
     ) -> Any:
-        here = Position(live.detach(), recalled(self.state, live), self.numbers, groups, self.generator, Ranks())
+        memory = recalled(self.state, live, UPPER_SOLVER).memory
+        here = Position(live.detach(), memory, self.numbers, groups, self.generator, Ranks())
         ahead = self._iteration.look_ahead(here)
         with in_place([live], [ahead.point]), torch.enable_grad():
             loss = closure()

@@ -11,7 +11,6 @@ from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import fixed, number
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
-from ...oracle.second_order import system_sample
 from ...problem.objective import Sample
 from ...problem.vector import Vector
 
@@ -96,7 +95,7 @@ class SOBA(SingleLoop):
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Step y and v once, and return the hypergradient with the current v."""
         rates = inputs.linear_rates(self.linear_lr)
-        zeta, xi = system_sample(oracle), oracle.f.draw(once=True)
+        zeta, xi = oracle.system_sample(), oracle.f.draw(once=True)
         loss, grad_x, grad_y = oracle.upper(xi)
         v = self._solution(inputs)
         v = grad_y * rates if v is None else v
@@ -201,7 +200,7 @@ class FSLA(SingleLoop):
 
     def _linear_step(self, oracle: Oracle, inputs: StepInputs) -> tuple[Vector, Vector, Vector]:
         """Return the next v, the residual of the last one, and the right-hand side."""
-        xi, zeta, rates = oracle.f.draw(once=True), system_sample(oracle), inputs.linear_rates(self.linear_lr)
+        xi, zeta, rates = oracle.f.draw(once=True), oracle.system_sample(), inputs.linear_rates(self.linear_lr)
         _, _, grad_y = oracle.upper(xi)
         v = self._solution(inputs)
         if v is None:

@@ -119,8 +119,8 @@ class VRBO(NeumannMethod):
             if not ends:
                 solved = rule.step(point.y, memory, partial(_along, last.u))
                 point, memory = point.at(lower=solved.y), solved.memory
-                if t == self.lower_steps - 1:
-                    require_interior(oracle, rule, solved)
+                if t == self.lower_steps - 1 and solved.projected is not None:
+                    require_interior(oracle, rule, solved.projected)
         oracle.checks.finite("lower_grad", point.y)
         if anchor:
             u, estimate = self._lower_anchor(point), self._anchor(point, inputs)

@@ -19,7 +19,7 @@ from ...hypergradient.storm import ball
 from ...optimizer.base import BilevelOptimizer
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs, TaskDraw, of_tasks
 from ...optimizer.options import InitVar, choice, count, fixed, flag, number, option
-from ...optimizer.state import TABLE, recalled, remembered
+from ...optimizer.state import SOLVER, TABLE, UPPER_SOLVER, recalled
 from ...optimizer.step import StepInputs, Update
 from ...oracle.oracle import Oracle
 from ...problem.parameters import by_level, require
@@ -190,8 +190,8 @@ class RecursiveOptimizer(BilevelOptimizer):
     def _begins_next(self) -> bool:
         """Return True if the next step starts afresh."""
         x, y = self.parameters("upper"), self.parameters("lower")
-        tables = remembered(self.state, y)["tables"]
-        inputs = DrawInputs(self._run_state.steps, self.numbers, {}, recalled(self.state, x), tables)
+        tables, memory = recalled(self.state, y, SOLVER).tables, recalled(self.state, x, UPPER_SOLVER).memory
+        inputs = DrawInputs(self._run_state.steps, self.numbers, {}, memory, tables)
         return self._begins(inputs, sum([t.numel() for t in y]) // max(len(tables.get("age", ())), 1))
 
     def _can_continue(self, table: Table, inputs: StepInputs) -> bool:
