@@ -157,7 +157,7 @@ STEPPING = {
     "compiled/pure.py": "the step as a function of values",
     "compiled/places.py": "reads the state of a step and writes its results",
     "checking/check.py": "evaluates the losses at other points than a step",
-    "optimizer/placeholders.py": "makes a step of a twin to see what is remembered",
+    "optimizer/checkpoint.py": "makes a step of a twin to see what is remembered",
 }
 
 
@@ -263,9 +263,8 @@ TRACING = {
     "methods/tracked/rows.py": "the clock stays a tensor",
     "methods/tracked/watching.py": "there is no warning from the number of a step, which is no argument of a graph",
     "optimizer/method.py": "the flags of an estimate are not read, but are results of the graph",
-    "oracle/checks.py": "whether a vector is finite is looked at where it is made, not at the end",
     "oracle/oracle.py": "operations without second derivatives are written otherwise in the graph",
-    "oracle/session.py": "a boolean of a response cannot be read",
+    "oracle/session.py": "whether a vector is finite is looked at where it is made; a response cannot be read",
     "oracle/substitution.py": "graphs of the user's functions are called with the values in the place of live tensors",
     "problem/objective.py": "a step that draws random numbers in its losses is not compiled",
     "problem/placement.py": "no memory is pinned, and nothing is kept, in a graph",

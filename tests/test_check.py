@@ -11,9 +11,9 @@ from torch import nn
 from torch.autograd.gradcheck import GradcheckError
 
 import bilevel_optim as bo
-from bilevel_optim.checking.clock import TimeLimit
 from bilevel_optim.checking.differences import slope
 from bilevel_optim.checking.reference import DENSE_LIMIT
+from bilevel_optim.checking.trials import TimeLimit
 
 from .problems import Cleaning, Cosh, PenaltyQuadratic, Quadratic, Tasks, same, seeded, values
 

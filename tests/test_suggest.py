@@ -9,9 +9,8 @@ from torch import nn
 
 import bilevel_optim as bo
 from bilevel_optim.checking import suggest as module
-from bilevel_optim.checking.clock import TimeLimit
 from bilevel_optim.checking.spectrum import Spectrum, lanczos
-from bilevel_optim.checking.trials import Trials, gradients_of
+from bilevel_optim.checking.trials import TimeLimit, Trials, gradients_of
 
 from .problems import Quadratic, same, seeded, values
 

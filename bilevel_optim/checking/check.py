@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import GradcheckError
 from ..hypergradient import Estimate
 from ..optimizer.base import BilevelOptimizer
-from ..optimizer.signatures import explain_bad_call
+from ..optimizer.options import explain_bad_call
 from ..oracle.buffers import Buffers
 from ..oracle.doors import START, leads
 from ..oracle.oracle import Oracle
@@ -28,8 +28,8 @@ from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
 from .cause import cause
-from .clock import SECONDS, TimeLimit, TimeUp
 from .reference import FIRST, JOINT, KINK, MAX_BATCHES, SECOND, WHY, Coordinates, Reference, reference_of
+from .trials import SECONDS, TimeLimit, TimeUp
 
 __all__ = ["HypergradientReport", "check_hypergradient"]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +19,21 @@ from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.vector import Vector, coarsest
 from ..solvers.linear import cg
-from .clock import TimeLimit, TimeUp
 from .differences import Slope, basis_or_normal, directions_for, flat, normal, rms, slope, unflat
+from .trials import TimeLimit, TimeUp
 
-__all__ = ["FIRST", "JOINT", "KINK", "MAX_BATCHES", "SECOND", "WHY", "Coordinates", "Reference", "reference_of"]
+__all__ = [
+    "FIRST",
+    "JOINT",
+    "KINK",
+    "MAX_BATCHES",
+    "SECOND",
+    "WHY",
+    "Coordinates",
+    "Reference",
+    "largest_graph",
+    "reference_of",
+]
 
 DENSE_LIMIT = 512  # lower variables up to which the Hessian is formed
 PATIENCE = 10  # last steps of a lower solve without progress; Newton steps do the rest
@@ -654,3 +666,32 @@ def _mean(evaluate: Callable[[Sample], tuple[Tensor, Vector]], samples: Sequence
         more, gradient = evaluate(sample)
         value, total = value + more.double().cpu(), total + gradient
     return value / len(samples), total * (1 / len(samples))
+
+
+def largest_graph(function: Callable[[], Any]) -> float | None:
+    """Return the most memory in MiB that graphs hold at once while a function runs; None if it cannot be measured."""
+    references: Counter[int] = Counter()
+    now = most = 0
+
+    class SavedTensor:
+        """A tensor that a graph has saved."""
+
+        def __init__(self, t: Tensor) -> None:
+            nonlocal now, most
+            self.tensor, storage = t, t.untyped_storage()
+            self.place, self.size = storage.data_ptr(), storage.nbytes()
+            now += self.size if not references[self.place] else 0
+            references[self.place] += 1
+            most = max(most, now)
+
+        def __del__(self) -> None:
+            nonlocal now
+            references[self.place] -= 1
+            now -= self.size if not references[self.place] else 0
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(SavedTensor, lambda kept: kept.tensor):
+            function()
+    except (RuntimeError, NotImplementedError):
+        return None
+    return most / 2**20

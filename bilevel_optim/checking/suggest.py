@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import GradcheckError
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import methods as known_methods
-from ..optimizer.signatures import explain_bad_call
+from ..optimizer.options import explain_bad_call
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..oracle.session import EvaluationOptions, Session
@@ -26,10 +26,9 @@ from ..problem.tasks import draw, sample, select
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from .check import check_hypergradient
-from .clock import SECONDS, TimeLimit
-from .graphs import largest_graph
+from .reference import largest_graph
 from .spectrum import Spectrum
-from .trials import Outcome, Trials
+from .trials import SECONDS, Outcome, TimeLimit, Trials
 
 __all__ = ["Suggestion", "suggest"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..optimizer.draws import Draw, TaskDraw
+from ..optimizer.step import Draw, TaskDraw
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Objective, Sample
 from ..problem.tasks import StandIn

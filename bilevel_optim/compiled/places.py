@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hypergradient.estimate import Write as RowWrite
+from ..hypergradient.estimate import Write
 from ..optimizer.method import Method
-from ..optimizer.state import (
+from ..optimizer.transaction import (
     SOLVER,
     TABLE,
     UPPER_SOLVER,
+    Action,
     owned,
     remember_solver,
+    set_gradients,
     write_rows,
 )
-from ..optimizer.transaction import Write, set_gradients
 from ..problem.vector import Vector
 from .forms import form_of, form_of_tensor
 from .pure import PureStep, state_of
@@ -164,11 +165,11 @@ class Writer:
         live += [] if not moved else zip(self._x, moved["x"], strict=True)
         self._live, self._values = Vector([t for t, _ in live]), [place for _, place in live]
 
-    def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any]) -> list[Write]:
+    def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any]) -> list[Action]:
         """Return the writes of a call's results, in the order of `writes_of`; ``after`` is the run state after it."""
         # Copies, because gradients are clipped in place; they may be constants of the graph, or tensors of the user.
         gradients = [values[place].detach().clone() for place in self._gradient]
-        found: list[Write] = [partial(self._write_state, optimizer, values, gradients)]
+        found: list[Action] = [partial(self._write_state, optimizer, values, gradients)]
         if self._values:  # last, because the state may hold the old ones
             found.append(partial(self._live.copy_, [values[place] for place in self._values]))
         if self._buffers:
@@ -179,7 +180,7 @@ class Writer:
     def _write_state(self, optimizer: Method, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         if self._rows:
             rows = [
-                RowWrite(table_at(optimizer, self._pure, place), picked(which, values), values[new])
+                Write(table_at(optimizer, self._pure, place), picked(which, values), values[new])
                 for place, which, new in self._rows
             ]
             write_rows(rows)
@@ -195,7 +196,7 @@ class Writer:
             remember_solver(state, live, picked(memory, values), prefix)
 
 
-def buffer_writes(pure: PureStep, left: Sequence[Tensor]) -> list[Write]:
+def buffer_writes(pure: PureStep, left: Sequence[Tensor]) -> list[Action]:
     """Return the writes of new values of the module buffers."""
     pairs = [pair for pair in zip(pure.buffers, left, strict=True) if pair[0] is not pair[1]] if left else []
     return [partial(Vector(live for live, _ in pairs).copy_, [value for _, value in pairs])] if pairs else []

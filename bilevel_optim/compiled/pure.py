@@ -14,12 +14,11 @@ from ..optimizer.method import Method
 from ..optimizer.step import StepInputs, StepResults, Update
 from ..oracle.advance import advance_buffers
 from ..oracle.buffers import Buffers
-from ..oracle.checks import Checks
 from ..oracle.oracle import Oracle
-from ..oracle.session import COUNTERS, LowerTrend, Session
+from ..oracle.session import COUNTERS, Checks, LowerTrend, Session
 from ..oracle.substitution import Substitution
-from ..problem.values import replace
 from ..problem.vector import Vector, as_variable
+from ..pytree import replace
 from ..solvers.limits import Limits
 from ..solvers.lower import LowerRule, LowerRules
 from .draws import GivenData

@@ -19,16 +19,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module
 
 from ..errors import warn
-from ..hypergradient.estimate import Write as RowWrite
+from ..hypergradient.estimate import Write
 from ..optimizer.checkpoint import OWN
 from ..optimizer.hooks import has_hooks
 from ..optimizer.lower_checks import probe
 from ..optimizer.method import Method
 from ..optimizer.options import FROM_ZERO, TRUE_OR_FALSE
 from ..optimizer.progress import STILL
-from ..optimizer.state import TABLE
 from ..optimizer.step import StepInputs, StepResults, replace
-from ..optimizer.transaction import Write, make
+from ..optimizer.transaction import TABLE, Action, make
 from ..oracle.buffers import unnoted
 from ..oracle.hooks import any_hooks
 from ..oracle.oracle import Oracle
@@ -470,7 +469,7 @@ class CompiledSteps:
             results = optimizer._compute(oracle, given, sources.tasks, update=update and not host)
             transaction.conclude()
             eager = time.perf_counter() - began
-            left: Sequence[Write] = []
+            left: Sequence[Action] = []
             try:
                 self._require_compilable(oracle)
                 if entry.pure is None:
@@ -532,7 +531,7 @@ class CompiledSteps:
         results = partial(results_of, table_of=partial(table_at, optimizer, pure))
         tables = {id(t): name for entries in optimizer.state.values() for name, t in entries.items()}
 
-        def part(write: RowWrite) -> str:
+        def part(write: Write) -> str:
             name: str = tables.get(id(write.table), "y")
             return name.removeprefix(TABLE).removeprefix("rows.")
 

@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from ..problem.vector import Vector, any_sharded, is_sharded
 from .ranks import Ranks
 
-__all__ = ["Gathered", "Split", "sharded_like"]
+__all__ = ["Gathered", "Split", "require_no_exchange", "sharded_like"]
 
 
 class Split:
@@ -178,3 +180,16 @@ def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
     mesh = like.device_mesh  # type: ignore[attr-defined]
     copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return copies.redistribute(mesh, like.placements)  # type: ignore[attr-defined]
+
+
+def require_no_exchange(module: nn.Module) -> None:
+    """Raise if a wrapper exchanges buffers in every forward pass: ranks may make different numbers of passes."""
+    if not isinstance(module, DistributedDataParallel) or not (module.broadcast_buffers and module.modules_buffers):
+        return
+    if dist.get_world_size(module.process_group) > 1:
+        raise ValueError(
+            "DistributedDataParallel exchanges the buffers of its module (BatchNorm) in every forward pass, but the "
+            "ranks of a step may make different numbers of passes, and would then wait for each other: create it with "
+            "forward_sync_buffers=False (in older versions of torch broadcast_buffers=False), or call its .module in "
+            "the losses"
+        )

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem.values import replace, values
 from ..problem.vector import Vector
+from ..pytree import replace, values
 from ..solvers.lower import Memory
 
 __all__ = ["Estimate", "Later", "Write", "measured"]

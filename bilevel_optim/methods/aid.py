@@ -9,9 +9,8 @@ from typing import Any
 from ..hypergradient import Estimate, implicit
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
-from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.options import InitVar, choice, count, flag, function, number
-from ..optimizer.step import StepInputs, replace
+from ..optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, replace
 from ..oracle.oracle import Oracle
 from ..solvers import linear
 from ..solvers.linear import LinearSolution

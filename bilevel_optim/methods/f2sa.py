@@ -16,9 +16,8 @@ from ..hypergradient.finite_difference import KINDS, Stencil, inner_weights
 from ..hypergradient.finite_difference import stencil as stencil_of
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
-from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.options import FROM_ZERO, POSITIVE, choice, count, flag, number
-from ..optimizer.step import StepInputs, Update, replace
+from ..optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, Update, replace
 from ..oracle.copies import Copies
 from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ..hypergradient import Estimate, direct
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
-from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
-from ..optimizer.step import StepInputs
+from ..optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs
 from ..oracle.doors import DOORS
 from ..oracle.oracle import Oracle
 

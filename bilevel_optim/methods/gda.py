@@ -6,10 +6,9 @@ from torch import Tensor
 
 from ..hypergradient import Estimate
 from ..optimizer.declaration import MethodInfo
-from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.minimax import MinimaxOptimizer, danskin
 from ..optimizer.options import InitVar, count, flag, option
-from ..optimizer.step import LowerResult, StepInputs
+from ..optimizer.step import LOWER, UPPER, Draw, DrawInputs, LowerResult, StepInputs
 from ..oracle.oracle import Oracle
 from ..problem.vector import Vector
 

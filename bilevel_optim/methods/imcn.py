@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ..hypergradient import Estimate
 from ..optimizer.declaration import MethodInfo
-from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.minimax import MinimaxOptimizer
 from ..optimizer.options import InitVar, count, number, option
-from ..optimizer.step import StepInputs, Update, replace
+from ..optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, Update, replace
 from ..oracle.oracle import Oracle, UpperSystem
 from ..problem.random import uniform_ball
 from ..problem.vector import Vector

@@ -10,9 +10,8 @@ from ..hypergradient import Estimate, unrolled
 from ..hypergradient.unrolled import through_start
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
-from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.options import count, flag
-from ..optimizer.step import StepInputs, replace
+from ..optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, replace
 from ..oracle import batched
 from ..oracle.doors import OPTIONS, PROJECTION, START
 from ..oracle.oracle import Oracle

@@ -28,13 +28,12 @@ from ..hypergradient.estimate import measured
 from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Ahead, Sample
-from ..problem.values import replace
 from ..problem.vector import Vector, coarsest, is_sharded
+from ..pytree import replace
 from ..solvers.agd import AGD
 from ..solvers.lower import NO_END, LowerRule, is_known
-from .draws import Draw
 from .lower_checks import Factory, own_rate, probe, rate_of
-from .step import CURVATURE, FACTOR, StepInputs
+from .step import CURVATURE, FACTOR, Draw, StepInputs
 
 __all__ = [
     "AUTO", "MARGIN", "SMALLER", "is_quiet", "led_away", "lower_rate", "rule_at", "stiffened",

@@ -24,11 +24,9 @@ from .diagnostics import described, floats
 from .hooks import no_dynamo, with_hooks
 from .lower_checks import probe
 from .method import Method
-from .options import FROM_ONE
-from .signatures import explain_bad_call, signature_of
-from .state import SOLVER, recalled
+from .options import FROM_ONE, explain_bad_call, signature_of
 from .step import CURVATURE, Start, replace
-from .transaction import Transaction
+from .transaction import SOLVER, Transaction, recalled
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..tracing import is_profiled
-from .signatures import wrong_call
+from .options import wrong_call
 
 __all__ = ["has_hooks", "no_dynamo", "with_hooks"]
 

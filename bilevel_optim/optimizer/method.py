@@ -47,10 +47,8 @@ from ..solvers.lower import GROWS, LED_AWAY, LowerRules
 from ..tracing import is_tracing
 from . import checkpoint
 from .auto_rate import AUTO, MARGIN, SMALLER, is_quiet, led_away, lower_rate, stiffened, with_measured_rates
-from .checkpoint import OWN
-from .compared import texts_of_arguments, texts_of_options
+from .checkpoint import OWN, initial_state, initialises
 from .declaration import UNDECLARED, MethodInfo, methods, register
-from .draws import Draw, DrawInputs, TaskDraw, of_tasks
 from .lower_checks import (
     LowerChecks,
     place_of_counts,
@@ -63,6 +61,7 @@ from .lower_start import alert_if_unsolved, remembered_tasks, require_task_memor
 from .options import (
     InitVar,
     Options,
+    argument_error,
     choice,
     chunk,
     count,
@@ -71,14 +70,37 @@ from .options import (
     function,
     is_generator,
     option,
+    signature_of,
+    texts_of_arguments,
+    texts_of_options,
 )
-from .placeholders import initial_state, initialises
 from .progress import DIVERGES, STILL, StepLength, step_length, watch_losses, watch_moves
-from .signatures import argument_error, signature_of
-from .state import SOLVER, UPPER_SOLVER, RunState, recalled
-from .step import CURVATURE, FACTOR, Groups, StepInputs, StepResults, Update, replace
+from .step import (
+    CURVATURE,
+    FACTOR,
+    Draw,
+    DrawInputs,
+    Groups,
+    StepInputs,
+    StepResults,
+    TaskDraw,
+    Update,
+    of_tasks,
+    replace,
+)
 from .task_mean import task_mean
-from .transaction import Transaction, Turn, Write, undo_of, writes_of, writes_of_update
+from .transaction import (
+    SOLVER,
+    UPPER_SOLVER,
+    Action,
+    RunState,
+    Transaction,
+    Turn,
+    recalled,
+    undo_of,
+    writes_of,
+    writes_of_update,
+)
 from .upper_gradient import check_gradients
 
 MOST_CHECKS = 16  # different losses of one optimizer whose derivatives are checked
@@ -511,7 +533,7 @@ class Method(Options, Optimizer, ABC):
         """True if the method makes Hessian-vector products by second derivatives."""
         return self.declared.second_order and self._oracle_options.hvp == "exact"
 
-    def _step_writes(self, oracle: Oracle, results: StepResults) -> list[Write]:
+    def _step_writes(self, oracle: Oracle, results: StepResults) -> list[Action]:
         """Return the writes of a step's results, ``.grad`` of x included."""
         (estimate, update), session = results, oracle.session
         numbers = estimate.numbers if update is None else {**estimate.numbers, **update.numbers}
@@ -530,7 +552,7 @@ class Method(Options, Optimizer, ABC):
 
     def _result_writes(
         self, figures: Mapping[str, Any], numbers: Mapping[str, Any], found: LossFacts, after: dict[str, Any]
-    ) -> list[Write]:
+    ) -> list[Action]:
         """Return the writes of plain numbers, diagnostics and the run state."""
         diagnostics = {**figures, **self._static_diagnostics(self.numbers), **found.diagnostics()}
         if self._untraced_update:
@@ -607,12 +629,12 @@ class Method(Options, Optimizer, ABC):
         self._run_state.written = {}  # our own update has changed the versions
 
     @torch.no_grad()
-    def _update_writes_after(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Write]:
+    def _update_writes_after(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Action]:
         """Return the writes of the update of x from an estimate made elsewhere."""
         inputs = self._inputs(by_level(self.param_groups), x, y).after(estimate)
         return self._update_writes(x, self.update(Vector(x).detach(), estimate.gradient, inputs), estimate.numbers)
 
-    def _update_writes(self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]) -> list[Write]:
+    def _update_writes(self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]) -> list[Action]:
         """Return the writes of an update of x and of plain numbers; ``numbers`` are the estimate's."""
         writes = writes_of_update(self.state, moved, partial(self.parameters, "lower"), update)
         return [*writes, partial(vars(self).update, numbers={**self.numbers, **numbers, **update.numbers})]

@@ -7,22 +7,50 @@ misspelt arguments. A type checker reads the same line (``typing.dataclass_trans
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
-from typing import Any, ClassVar, Literal, dataclass_transform
+from typing import Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
 import torch
 from torch.optim import Optimizer
 
+from ..distributed.ranks import text_of
 from ..problem.parameters import is_count, is_number, require, require_choice
+from ..solvers.lower import LowerRules
+from .checkpoint import OWN
+from .step import Groups
 
 __all__ = [
-    "FROM_ONE", "FROM_ZERO", "GENERATOR", "POSITIVE", "TRUE_OR_FALSE", "InitVar", "Options",
-    "choice", "chunk", "count", "factory", "fixed", "flag", "function", "is_generator",
-    "number", "option", "owner_of_common_options", "parameters_of",
-]  # fmt: skip
+    "FROM_ONE",
+    "FROM_ZERO",
+    "GENERATOR",
+    "POSITIVE",
+    "TRUE_OR_FALSE",
+    "InitVar",
+    "Options",
+    "argument_error",
+    "choice",
+    "chunk",
+    "count",
+    "explain_bad_call",
+    "factory",
+    "fixed",
+    "flag",
+    "function",
+    "is_generator",
+    "number",
+    "option",
+    "owner_of_common_options",
+    "parameters_of",
+    "signature_of",
+    "texts_of_arguments",
+    "texts_of_options",
+    "wrong_call",
+]
 
 REQUIRED = inspect.Parameter.empty
 GENERATOR = "Invalid {name} value: {value} (it must be a torch.Generator or None)"
@@ -236,3 +264,178 @@ def parameters_of(cls: type[Options]) -> dict[str, inspect.Parameter]:
 def owner_of_common_options(cls: type[Options]) -> type[Options]:
     """Return the base class that declares the options which all methods have."""
     return next(owner for owner in reversed(cls.__mro__) if issubclass(owner, Options) and owner._options)
+
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+# Words of other libraries and of papers, with the words of this one.
+WORDS = {
+    "inner": "lower", "unroll": "lower", "unrolled": "lower", "unrolling": "lower", "y": "lower", "outer": "upper",
+    "x": "upper", "cg": "linear", "hvp": "linear", "adjoint": "linear", "ihvp": "linear", "solver": "solver",
+    "iters": "steps", "iter": "steps", "iterations": "steps", "loops": "steps", "step": "steps", "opt": "optimizer",
+    "optim": "optimizer", "lr": "lr", "rate": "lr", "learning": "", "num": "", "n": "", "number": "", "of": "",
+    "max": "",
+}  # fmt: skip
+# The same for arguments of public methods.
+PARTS = {"inner": "lower", "outer": "upper", "loss": "", "fn": "", "objective": "", "sampler": "tasks"}
+WHOLE = {"upper_lr": "lr", "lambda": "nu", "lam": "nu", "penalty": "nu", "upper_steps": "step"}
+# Options of torch's optimizers, and an optimizer that has each.
+OF_TORCH = {
+    "momentum": "SGD", "dampening": "SGD", "nesterov": "SGD", "weight_decay": "SGD", "betas": "Adam", "amsgrad": "Adam",
+}  # fmt: skip
+
+
+FIRST = ("upper", "lower", "lr", "lower_lr", "lower_steps")  # then the method's own options, then the common ones
+
+
+def signature_of(cls: type[Options]) -> inspect.Signature:
+    """Return the signature of a method: its options by name, and the arguments of an ``__init__`` of its own."""
+    base = owner_of_common_options(cls)
+    options, common = parameters_of(cls), parameters_of(base)
+    found: dict[str, inspect.Parameter] = {}
+    for owner in cls.__mro__[: cls.__mro__.index(base) + 1]:
+        if "__init__" in vars(owner):
+            own = [*inspect.signature(vars(owner)["__init__"]).parameters.values()][1:]
+            named = [p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            found |= {p.name: p for p in named if p.name not in found}
+            if not any(p.kind is p.VAR_KEYWORD for p in own):
+                return _ordered(found)
+    order = [*FIRST, *(name for name in options if name not in common), *common]
+    return _ordered(found | {name: options[name] for name in order if name in options and name not in found})
+
+
+def _ordered(parameters: Mapping[str, inspect.Parameter]) -> inspect.Signature:
+    """Return the signature with the positional parameters before the keyword-only ones."""
+    return inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
+
+
+def argument_error(
+    cls: type[Any],
+    error: TypeError,
+    arguments: tuple[Any, ...],
+    options: Mapping[str, Any],
+    methods: Iterable[type[Any]],
+) -> TypeError:
+    """Return the error for a method's constructor called with wrong arguments; ``methods`` are all known methods."""
+    name, known = cls.__name__, signature_of(cls).parameters
+    unknown = [option for option in options if option not in known]
+    if len(arguments) > 2:
+        return TypeError(
+            f"{name} takes the upper and the lower parameters by position, but got {len(arguments)} values: pass "
+            "everything else by name, such as lr=..."
+        )
+    if not unknown:
+        usual = " (10 is usual; bo.suggest tries some)" if "'lower_steps'" in str(error) else ""
+        return TypeError(f"{name}: {error}{usual}")
+    texts = [f"{name} has no option {option!r}{_hint(cls, option, [*known], methods)}" for option in unknown]
+    return TypeError("\n".join(texts))
+
+
+def _hint(cls: type[Any], option: str, known: list[str], methods: Iterable[type[Any]]) -> str:
+    if option == "lower_steps":
+        return ": it is a single loop, with one lower step in each step; leave lower_steps out"
+    takers = [name for name in ("upper_optimizer", "lower_optimizer") if name in known]
+    if option in OF_TORCH and takers:
+        made = f"functools.partial(torch.optim.{OF_TORCH[option]}, {option}=...)"
+        return f": it is an option of torch's optimizers; pass {' or '.join(takers)}={made}"
+    words = [WORDS.get(word, word) for word in option.lower().split("_")]
+    plain = "_".join(word for word in words if word)
+    meant = next((name for name in (WHOLE.get(plain), plain) if name in known), None)
+    if meant is not None and meant != option:
+        return f"; did you mean {meant!r}?" + (" (one over the penalty's multiplier)" if meant == "nu" else "")
+    owners = [method.__name__ for method in methods if option in signature_of(method).parameters]
+    if owners:
+        others = ", ..." if len(owners) > 3 else ""
+        return f", which is an option of {', '.join(owners[:3])}{others}"
+    close = difflib.get_close_matches(option, known, 1, 0.7) or difflib.get_close_matches(plain, known, 1, 0.7)
+    return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(known)}"
+
+
+def explain_bad_call(sentence: str = "") -> Callable[[Verb], Verb]:
+    """Decorate a function so that a call with wrong arguments raises an error with a hint."""
+
+    def decorated(verb: Verb) -> Verb:
+        @functools.wraps(verb)
+        def called(*arguments: Any, **named: Any) -> Any:
+            try:
+                return verb(*arguments, **named)
+            except TypeError as error:
+                if (told := wrong_call(verb, error, named, sentence)) is None:
+                    raise
+                raise told from None
+
+        return cast(Verb, called)
+
+    return decorated
+
+
+def wrong_call(
+    verb: Callable[..., Any], error: TypeError, named: Mapping[str, Any], sentence: str = ""
+) -> TypeError | None:
+    """Return the error for a function called with wrong arguments; None if the error comes from inside the function."""
+    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+        return None
+    parameters = inspect.signature(verb).parameters
+    known = [name for name in parameters if name != "self"]
+    hints = [_near(name, known) for name in named if name not in known]
+    if "were given" in str(error):
+        named_only = [name for name in known if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
+        hints = [f"pass these by name: {', '.join(named_only)}"]
+    hints = [sentence] if sentence else hints
+    return TypeError(": ".join([str(error), *hints]))
+
+
+def _near(name: str, known: list[str]) -> str:
+    plain = "_".join(word for word in (PARTS.get(word, word) for word in name.lower().split("_")) if word)
+    close = [plain] if plain in known else difflib.get_close_matches(name, known, 1, 0.7)
+    return f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
+
+
+PLAIN = (bool, int, float, str, tuple, type(None))
+# Arguments that may differ between ranks, or that are compared in another form (groups, and the optimizers made).
+NOT_COMPARED = (
+    "upper", "lower", "lr", "lower_lr", "upper_optimizer", "lower_optimizer", "process_group", "state_device",
+    "vectorize",
+)  # fmt: skip
+
+
+def texts_of_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return the arguments of a constructor that are compared, as texts by name."""
+    return {name: text_of(value) for name, value in arguments.items() if name not in NOT_COMPARED}
+
+
+def texts_of_options(
+    method: type[Any],
+    steps: int,
+    attributes: Mapping[str, Any],
+    arguments: Mapping[str, str],
+    groups: Sequence[Mapping[str, Any]],
+    groups_of: Groups,
+    rules: Mapping[str, LowerRules | None],
+) -> dict[str, str]:
+    """Return the options that determine a step, besides losses, data and values, as texts by name.
+
+    Args:
+        method: class of the method.
+        steps: outer steps made.
+        attributes: attributes of the method, whose present values replace those of the arguments.
+        arguments: result of `texts_of_arguments`.
+        groups: all parameter groups.
+        groups_of: those of each level.
+        rules: update of each level by its optimizer; None if there is none.
+    """
+    found: dict[str, Any] = {"method": method, "steps made": steps}
+    for name, value in attributes.items():
+        if name in arguments or (isinstance(value, PLAIN) and not name.startswith("_")):
+            found[name] = value
+    for i, group in enumerate(groups):
+        entries = {name: v for name, v in group.items() if name not in ("params", "param_names", "level", OWN)}
+        entries["shapes"] = [tuple(p.shape) for p in group["params"] if p.requires_grad]
+        found |= {f"group {i}": group["level"], **{f"{name} of group {i}": v for name, v in entries.items()}}
+    for level, own_rules in rules.items():
+        kind, options = (None, []) if own_rules is None else own_rules.described(groups_of[level])
+        found[f"{level}_optimizer"] = kind
+        for name in options[0] if options else ():
+            values = [own.get(name) for own in options]
+            found[f"{name} of {level}_optimizer"] = values if len(values) > 1 else values[0]
+    return {**arguments, **{name: text_of(value) for name, value in found.items()}}

@@ -1,8 +1,8 @@
-"""Inputs and results of a step, as plain values."""
+"""Declared draws, inputs and results of a step, as plain values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, NamedTuple
 
@@ -15,20 +15,25 @@ from ..hypergradient.estimate import Write
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Rate, rates_of
 from ..problem.tasks import LowerInit
-from ..problem.values import replace, values
 from ..problem.vector import Vector
+from ..pytree import replace, values
 from ..solvers.lower import LowerRule, Memory
-from .draws import DrawInputs
 
 __all__ = [
     "CURVATURE",
     "FACTOR",
+    "LOWER",
+    "UPPER",
+    "Draw",
+    "DrawInputs",
     "Groups",
     "LowerResult",
     "Start",
     "StepInputs",
     "StepResults",
+    "TaskDraw",
     "Update",
+    "of_tasks",
     "replace",
     "require_interior",
 ]
@@ -38,6 +43,73 @@ CURVATURE = "curvature"  # entry of y's state that tasks share
 FACTOR = "auto_lr"  # entry of a group: its rate is a factor of the rate that follows the curvature
 Groups = dict[str, list[dict[str, Any]]]  # the parameter groups of each level
 Start = Sequence[Tensor] | LowerInit | None  # start of lower solves; None: the usual one
+
+
+class Draw(NamedTuple):
+    """One draw from a loss.
+
+    Attributes:
+        level: ``"upper"``, from f, or ``"lower"``, from g. Both draw from one stream in a minimax method.
+        whole: draw all terms of a finite sum, in order, instead of the next sample.
+        only: name and number: draw only if the random input of this name is at least the number. A declaration lists
+            the most draws that are possible; the first draw from a level is always made.
+    """
+
+    level: str
+    whole: bool = False
+    only: tuple[str, int] | None = None
+
+
+UPPER, LOWER = Draw("upper"), Draw("lower")
+
+
+class TaskDraw(NamedTuple):
+    """One draw from a sampler of tasks.
+
+    Attributes:
+        source: ``"tasks"``, or ``"upper"`` or ``"lower"`` for a batch of each task drawn before.
+        size: number of tasks, or of rows for each task; None: all rows.
+        only: as for `Draw`.
+    """
+
+    source: str
+    size: int | None
+    only: tuple[str, int] | None = None
+
+
+@values
+class DrawInputs:
+    """Inputs that determine a step's draws; of tensors, only their presence and shapes count.
+
+    Attributes:
+        steps: steps made so far.
+        numbers: plain numbers that change from step to step. In a declaration they include ``upper_terms`` and
+            ``lower_terms`` of losses that are finite sums.
+        memory: state of y from earlier steps, by name: tensors shaped like y.
+        upper_memory: state of x from earlier steps, by name.
+        tables: tables whose rows mix all the tensors of y, by name.
+    """
+
+    steps: int
+    numbers: dict[str, Any]
+    memory: dict[str, Vector]
+    upper_memory: dict[str, Vector]
+    tables: dict[str, Tensor]
+
+    def terms(self, level: str) -> int:
+        """Return the number of terms of a level's loss."""
+        return int(self.numbers.get(f"{level}_terms", 1))
+
+
+def of_tasks(draws: Iterable[Draw], rows: Mapping[str, int | None]) -> list[TaskDraw]:
+    """Convert draws to draws for tasks, with ``rows`` per batch of each level; all rows are drawn at first use only."""
+    found: list[TaskDraw] = []
+    known: set[str] = set()
+    for level, _, only in draws:
+        if rows[level] is not None or level not in known:
+            found.append(TaskDraw(level, rows[level], only))
+        known.add(level)
+    return found
 
 
 @values

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import warn
 from ..problem.objective import version_of
-from .state import RunState
+from .transaction import RunState
 
 __all__ = ["check_gradients"]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import threading
+import types
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
@@ -18,11 +20,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from ..distributed.wrappers import require_no_exchange
+from ..distributed.sharding import require_no_exchange
 from ..problem.objective import Loss, Objective, version_of
-from .modules import modules_of
 
-__all__ = ["Buffers", "Kept", "unnoted"]
+__all__ = ["Buffers", "Kept", "modules_of", "unnoted"]
 
 Note = Callable[[nn.Module, Any], None]
 Before = dict[tuple[nn.Module, str], tuple[Tensor, int]]  # values of buffers, with their versions
@@ -302,3 +303,48 @@ def _identity(loss: Any) -> tuple[Any, list[weakref.ref[nn.Module]]]:
             continue
     held += function.__defaults__ or ()
     return function.__code__, [weakref.ref(value) for value in held if isinstance(value, nn.Module)]
+
+
+MOST = 2000  # objects to look at
+LONG = 64  # longer lists are data
+
+
+def modules_of(loss: Any) -> Iterator[nn.Module]:
+    """Yield the modules, submodules included, that a loss may call.
+
+    The search covers closures, default arguments, global names, attributes and short lists, but runs no code of the
+    user, so it misses modules behind properties and those that are created later.
+    """
+    left, seen = deque([loss]), set[int]()
+    while left and len(seen) < MOST:
+        value = left.popleft()
+        if id(value) in seen or isinstance(value, (Tensor, type, types.ModuleType, str, int, float)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                seen.add(id(module))
+                yield module
+        left += _parts(value)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield the objects that an object refers to."""
+    if isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, (list, tuple, dict, set)) and len(value) <= LONG:
+        yield from value.values() if isinstance(value, dict) else value
+    if callable(value) and not isinstance(value, nn.Module):
+        yield type(value).__call__
+    yield from (getattr(value, "__dict__", None) or {}).values()

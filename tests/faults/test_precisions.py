@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.problem.values import replace
+from bilevel_optim.pytree import replace
 
 from ..problems import Given, Quadratic, seeded, values
 from ..registry import each

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bilevel_optim as bo
-from bilevel_optim.problem.overlaps import overlapping, overlaps_itself
+from bilevel_optim.problem.parameters import overlapping, overlaps_itself
 
 from ..problems import Tasks, close, same, seeded, values
 from ..registry import each

@@ -7,8 +7,7 @@ import torch
 
 import bilevel_optim as bo
 from bilevel_optim.methods.tracked import tracking
-from bilevel_optim.optimizer.draws import LOWER, UPPER, TaskDraw
-from bilevel_optim.optimizer.step import replace
+from bilevel_optim.optimizer.step import LOWER, UPPER, TaskDraw, replace
 
 from ..problems import seeded
 from ..registry import ROWS, each

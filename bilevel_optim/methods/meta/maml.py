@@ -10,9 +10,8 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer
 from ...optimizer.declaration import MethodInfo
-from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import InitVar, fixed, number
-from ...optimizer.step import StepInputs, replace
+from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, replace
 from ...oracle.doors import START
 from ...oracle.oracle import Oracle
 from ...problem.objective import Loss, Objective

@@ -10,9 +10,8 @@ import torch
 
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer
-from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import InitVar, choice, count, number, option
-from ...optimizer.step import LowerResult, StepInputs, Update, replace
+from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, LowerResult, StepInputs, Update, replace
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, as_groups, unnamed
 from ...problem.vector import Vector

@@ -8,10 +8,9 @@ from typing import ClassVar
 
 from ...hypergradient import Estimate, implicit
 from ...optimizer.declaration import MethodInfo
-from ...optimizer.draws import UPPER, Draw
 from ...optimizer.minimax import MinimaxOptimizer, danskin
 from ...optimizer.options import count, flag
-from ...optimizer.step import StepInputs, replace
+from ...optimizer.step import UPPER, Draw, StepInputs, replace
 from ...oracle.oracle import Oracle
 from ...solvers import linear
 from .accelerated import Accelerated, Perturbed

@@ -14,8 +14,7 @@ from torch import Tensor
 from ...distributed.ranks import Ranks
 from ...optimizer.checkpoint import own_attributes
 from ...optimizer.options import GENERATOR
-from ...optimizer.state import UPPER_SOLVER, recalled, remember
-from ...optimizer.transaction import Transaction
+from ...optimizer.transaction import UPPER_SOLVER, Transaction, recalled, remember
 from ...oracle.point import in_place, none_to_zeros
 from ...problem.parameters import is_number, require, require_rates
 from ...problem.vector import Vector

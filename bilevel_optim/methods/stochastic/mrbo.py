@@ -8,9 +8,8 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.declaration import MethodInfo
-from ...optimizer.draws import LOWER, Draw, DrawInputs
 from ...optimizer.options import InitVar, count, fixed, number, option
-from ...optimizer.step import StepInputs
+from ...optimizer.step import LOWER, Draw, DrawInputs, StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.vector import Vector
 from .stocbio import NeumannMethod

@@ -11,8 +11,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...hypergradient.estimate import Write
 from ...optimizer.declaration import MethodInfo
-from ...optimizer.draws import Draw, DrawInputs
-from ...optimizer.step import StepInputs
+from ...optimizer.step import Draw, DrawInputs, StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample

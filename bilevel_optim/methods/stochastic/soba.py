@@ -7,9 +7,8 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer
 from ...optimizer.declaration import MethodInfo
-from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import fixed, number
-from ...optimizer.step import StepInputs
+from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.objective import Sample
 from ...problem.vector import Vector

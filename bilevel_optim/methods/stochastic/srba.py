@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.declaration import MethodInfo
-from ...optimizer.draws import Draw, DrawInputs
 from ...optimizer.options import InitVar, count, number, option
-from ...optimizer.step import StepInputs, replace
+from ...optimizer.step import Draw, DrawInputs, StepInputs, replace
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample

@@ -7,9 +7,8 @@ from functools import partial
 from ...hypergradient import Estimate, ImplicitSamples, stochastic_implicit
 from ...optimizer.base import BilevelOptimizer
 from ...optimizer.declaration import MethodInfo
-from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import count, number
-from ...optimizer.step import StepInputs, replace
+from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, replace
 from ...oracle.oracle import Oracle
 from ...problem.vector import Vector
 from ...solvers import linear

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.declaration import MethodInfo
-from ...optimizer.draws import LOWER, Draw, DrawInputs
 from ...optimizer.options import InitVar, count, option
-from ...optimizer.step import StepInputs, replace, require_interior
+from ...optimizer.step import LOWER, Draw, DrawInputs, StepInputs, replace, require_interior
 from ...oracle.oracle import Oracle
 from ...problem.vector import Vector
 from .mrbo import Recursion

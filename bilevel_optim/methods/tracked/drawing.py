@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...optimizer.draws import TaskDraw
-from ...optimizer.step import StepInputs
+from ...optimizer.step import StepInputs, TaskDraw
 from ...problem.random import device_of
 from ...problem.tasks import sample
 from ...problem.vector import Vector

@@ -17,10 +17,9 @@ from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import Points, flat, shaped
 from ...hypergradient.storm import ball
 from ...optimizer.base import BilevelOptimizer
-from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs, TaskDraw, of_tasks
 from ...optimizer.options import InitVar, choice, count, fixed, flag, number, option
-from ...optimizer.state import SOLVER, TABLE, UPPER_SOLVER, recalled
-from ...optimizer.step import StepInputs, Update
+from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, TaskDraw, Update, of_tasks
+from ...optimizer.transaction import SOLVER, TABLE, UPPER_SOLVER, recalled
 from ...oracle.oracle import Oracle
 from ...problem.parameters import by_level, require
 from ...problem.placement import to_device
@@ -28,10 +27,9 @@ from ...problem.tasks import TaskDraws, draw_whole, length_of, task_count
 from ...problem.vector import Vector
 from . import watching
 from .drawing import CHANCES, Drawing, Drawn, Source, others
-from .options import are_ceilings, device_named, is_weight
 from .rows import CHUNK, STAMPS, Clock, GraphClock, Rows, Table, about_to_end, clock_of, pack_clock, table_of
 from .trackers import Matrices, Measured
-from .variants import Look, Variant, probed, settled, shared, stays_current
+from .variants import Look, Variant, are_ceilings, device_named, is_weight, probed, settled, shared, stays_current
 
 __all__ = ["RecursiveOptimizer"]
 

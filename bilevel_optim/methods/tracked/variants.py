@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +15,25 @@ from ...hypergradient.recursive import flat
 from ...hypergradient.storm import corrected, msvr, storm
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
+from ...problem.parameters import is_number, require
 from .drawing import Drawing, Drawn, Source, others
 from .rows import Clock, GraphClock, Rows, Table
 from .trackers import Matrices, Measured, Trackers
 
-__all__ = ["Look", "Variant", "blockwise", "exact", "probed", "settled", "shared", "stays_current", "summed"]
+__all__ = [
+    "Look",
+    "Variant",
+    "are_ceilings",
+    "blockwise",
+    "device_named",
+    "exact",
+    "is_weight",
+    "probed",
+    "settled",
+    "shared",
+    "stays_current",
+    "summed",
+]
 
 
 EAGER = 1 << 16  # entries of all rows together up to which every row is kept current
@@ -178,3 +194,29 @@ def blockwise(look: Look, tracked: Rows, measured: Measured) -> Tensor:
         for part, rows in ((measured.new, tracked), (measured.old, look.now))
     ))  # fmt: skip
     return storm(look.direction, new, old, look.betas["d"])
+
+
+DEVICE = "Invalid {name} value: {value} (it must be a torch.device, or its name, such as 'cpu' or 'cuda:0')"
+
+
+def are_ceilings(value: Any, names: Collection[str]) -> bool:
+    """Return True for a dict of positive numbers by these names."""
+    return isinstance(value, dict) and set(value) <= set(names) and all(is_number(c) and c > 0 for c in value.values())
+
+
+def is_weight(value: Any) -> bool:
+    """Return True for a number that can be a mixing weight."""
+    return is_number(value) and 0 <= float(value) < math.inf
+
+
+def device_named(given: Any) -> torch.device | None:
+    """Return the device that ``state_device`` names."""
+    if given is None:
+        return None
+    require("state_device", given, isinstance(given, (str, torch.device)), DEVICE)
+    try:
+        return torch.device(given)
+    except RuntimeError as error:
+        raise ValueError(
+            f"Invalid state_device value: {given} (torch has no device of that name; use one such as 'cpu' or 'cuda:0')"
+        ) from error

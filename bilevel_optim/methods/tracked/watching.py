@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...oracle.checks import Checks
+from ...oracle.session import Checks
 from ...tracing import is_tracing
 from .rows import Rows
 

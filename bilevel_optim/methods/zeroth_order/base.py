@@ -9,9 +9,8 @@ from ...hypergradient import Estimate
 from ...hypergradient.directions import KINDS, Directions
 from ...hypergradient.zeroth_order import AT_PERTURBED
 from ...optimizer.base import BilevelOptimizer
-from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import choice, count, flag, number
-from ...optimizer.step import StepInputs
+from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs
 from ...oracle.doors import DOORS, START, WatchedStart, require_free_batch
 from ...oracle.lanes import local_problem
 from ...oracle.oracle import Oracle
