@@ -135,6 +135,22 @@ def test_losses_that_cannot_be_solved(loss, text):
         bo.solve(loss, torch.ones(2, requires_grad=True), torch.zeros(2))
 
 
+@pytest.mark.parametrize(
+    ("x", "y", "text"),
+    [
+        (torch.ones(2), torch.zeros(2, dtype=torch.int64), r"Invalid y value: int64 of shape \(2,\) \(y takes real"),
+        (torch.ones(2), (torch.zeros(2), torch.zeros(1, dtype=torch.complex64)), "Invalid y value: complex64 of shape"),
+        (torch.ones(2), torch.zeros(0), r"Invalid y value: no entries"),
+        (torch.ones(2), (), r"Invalid y value: no entries"),
+        (torch.ones(2), [0.0], r"Invalid y value: float in it \(pass a tensor, or a tuple of tensors\)"),
+        ({"a": torch.ones(2)}, torch.zeros(2), "Invalid x value: str in it"),
+    ],
+)
+def test_tensors_that_cannot_be_solved_for(x, y, text):
+    with pytest.raises(ValueError, match=text):
+        bo.solve(lambda x, y: sum(t.sum() ** 2 for t in y), x, y)
+
+
 def test_a_problem_without_a_minimum_is_told():
     with pytest.warns(bo.BilevelWarning, match="the lower problem of solve is not solved"):
         bo.solve(lambda x, y: torch.nn.functional.softplus(-y).sum() - x.sum() * y.sum(), torch.ones(1), torch.zeros(2))

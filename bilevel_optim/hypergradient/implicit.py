@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
-from ..problem.vector import Vector
+from ..problem.vector import Vector, coarsest
 from ..solvers.linear import LinearSolution, unsolved_from
 from ..tracing import span
 from .estimate import Estimate, Later
@@ -161,7 +161,7 @@ def watched(
     if result.diverged is not None and result.relative is not None:
         figures = [t.detach() for t in (result.relative, result.relative if said is None else said)]
         flags = [result.indefinite, result.diverged]
-        most = unsolved_from(result.solution[0].dtype)
+        most = unsolved_from(result.solution)
         message = partial(_why_unsolved, result, *figures, most=most, dense=dense)
         if oracle.lanes is None:
             oracle.checks.alert_if("unsolved system", message, partial(_unsolved, most=most), *flags, *figures)
@@ -201,7 +201,7 @@ def _why_unsolved(result: LinearSolution, relative: Tensor, said: Tensor, *, mos
         0.0 if t is None else float(t.reshape(-1)[worst])
         for t in (result.indefinite, result.diverged, relative, result.condition)
     )
-    rounded = not diverged or condition * torch.finfo(result.solution[0].dtype).eps > 1e-3
+    rounded = not diverged or condition * coarsest(result.solution) > 1e-3
     text = INDEFINITE if indefinite else NEARLY_SINGULAR if dense else ROUNDED if rounded else DIVERGING
     seen = f"|b - H v| = {own:.2g} |b|"
     if not dense:

@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 
 from ..errors import warn
 from ..problem.parameters import require_gradients
-from ..problem.vector import Vector
+from ..problem.vector import Vector, coarsest
 from ..solvers import linear
 
 __all__ = ["solve"]
@@ -79,8 +79,8 @@ def solve(
         :math:`y^*`, a tensor or a tuple, as y was passed.
 
     Raises:
-        ValueError: if the loss is not a scalar, or does not depend on y; if the result of ``proximal`` has another form
-            than y, or no graph.
+        ValueError: if x or y holds no tensors, or y no real ones or no entries; if the loss is not a scalar, or does
+            not depend on y; if the result of ``proximal`` has another form than y, or no graph.
 
     Example:
         >>> import torch, bilevel_optim as bo
@@ -105,7 +105,17 @@ def _solve(
     linear_steps: int,
 ) -> Any:
     require_gradients()
-    xs, ys = _parts(x), Vector(t.detach() for t in _parts(y))
+    xs, ys = _parts(x), Vector(_parts(y))
+    for name, tensors in (("x", xs), ("y", ys)):
+        for t in tensors:
+            if not isinstance(t, Tensor):
+                raise ValueError(f"Invalid {name} value: {_form(t)} in it (pass a tensor, or a tuple of tensors)")
+    if not all([t.is_floating_point() for t in ys]):
+        kinds = ", ".join(_form(t) for t in ys if not t.is_floating_point())
+        raise ValueError(f"Invalid y value: {kinds} (y takes real values: pass tensors of float32 or float64)")
+    if not sum([t.numel() for t in ys]):
+        raise ValueError("Invalid y value: no entries (there is nothing to minimise over)")
+    ys = ys.detach()
     problem = _Problem(loss, proximal, len(xs), isinstance(x, Tensor), isinstance(y, Tensor), linear_steps)
     if steps is None:
         steps = 200 if proximal is None else 2000
@@ -236,7 +246,7 @@ def _minimise(
 ) -> Vector:
     """Return the minimiser, and warn if it is none."""
     with torch.enable_grad():
-        limit = torch.finfo(start[0].dtype).eps ** 0.5 if tol is None else tol
+        limit = coarsest(start) ** 0.5 if tol is None else tol
         if minimiser is not None:
             ys = Vector(_parts(minimiser(lambda y: problem.value(xs, _parts(y)), problem.structured(start)))).detach()
         elif problem.proximal is None:
@@ -268,7 +278,7 @@ def _minimise(
             "a minimum (a penalty on y)"
         )
     elif system.proximal:
-        rounding = ROUNDING * torch.finfo(start[0].dtype).eps * float(ys.norm())
+        rounding = ROUNDING * coarsest(start) * float(ys.norm())
         if residual > rounding and not (distance := system.distance()) <= UNSOLVED * float(ys.norm()):
             warn(
                 f"the lower problem of solve is not solved: a proximal gradient step changes y by {residual:.2g} only, "
@@ -298,7 +308,7 @@ def _proximal_gradient(problem: _Problem, xs: Vector, start: Vector, steps: int,
     Sources: Beck, Teboulle (2009), SIAM J. Imaging Sci. 2(1), with backtracking; O'Donoghue, Candes (2015), Found.
     Comput. Math. 15, the restart by gradients.
     """
-    eps = torch.finfo(start[0].dtype).eps
+    eps = coarsest(start)
     problem.step = _System(problem, xs, start).least_step()
     y = point = start
     momentum, newton, first = 1.0, FIRST_NEWTON, 0.0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cg import Algebra, cg_step, iteration
-from ..problem.vector import Vector, any_sharded
+from ..problem.vector import Vector, any_sharded, coarsest
 from ..tracing import is_tracing
 
 __all__ = ["LinearSolution", "cg", "direct", "fixed_point", "minres", "neumann", "neumann_term"]
@@ -26,13 +26,14 @@ Product = Callable[[Vector], Vector]
 ORDINARY = (1e-4, 1e4)  # norms whose squares float32 can hold, also after the solve has reduced them
 ENDED = 0.03  # relative error of v, residual times condition, from which on a solve is not finished
 KERNEL = 1e-3  # ||H r|| / (||H|| ||r||) of a residual that least squares cannot reduce: it is no sign of a missing part
+NARROW = (torch.float16, torch.bfloat16, torch.float32)  # types in which squares may leave the range
 SMALLEST = torch.finfo(torch.float64).tiny
 GROWTH = 100  # of the squared residual: a v whose residual is ten times the right-hand side is worse than zero
 
 
-def unsolved_from(dtype: torch.dtype) -> float:
+def unsolved_from(b: Sequence[Tensor]) -> float:
     """Return the relative residual above which a system is not solved, though no iteration would improve it."""
-    return max(1e-2, 10 * torch.finfo(dtype).eps)  # products under bfloat16 autocast are off by 4e-3
+    return max(1e-2, 10 * coarsest(b))  # products under bfloat16 autocast are off by 4e-3
 
 
 class LinearSolution(NamedTuple):
@@ -197,7 +198,8 @@ def _unit(r: Vector, lanes: bool, *, read: bool) -> Any:
 
     It is a number if values may be ``read``, else a tensor.
     """
-    kind = torch.finfo(r[0].dtype)
+    narrow = [dtype for dtype in NARROW if any([t.dtype == dtype for t in r])]
+    kind = torch.finfo(narrow[0] if narrow else r[0].dtype)
     if kind.bits == 64:
         return None
     if not read:
@@ -230,7 +232,7 @@ def _cg(
     The first direction is r, plus ``turn`` where the sum is a direction of descent.
     """
     dot, add, where = algebra
-    eps, square = torch.finfo(b[0].dtype).eps, dot(b, b)
+    eps, square = coarsest(b), dot(b, b)
     rr = square if r is b else dot(r, r)
     noise = 4 * eps if eps < 1e-6 else eps  # relative error of H v; sums of half precision are made in single
     floor, given = max(stop.tol, eps) ** 2 * square, stop.atol**2
@@ -289,7 +291,7 @@ def _cg(
         best, best_rr = _where(better, v, best), where(better, rr, best_rr)
         growing = active & (rr > most) & (rr < inf)  # an infinite one is left for the caller
         rounded = active & (rr <= (noise * top) ** 2 * length)
-        stalled = stalled | (rounded & (rr > unsolved_from(b[0].dtype) ** 2 * square))
+        stalled = stalled | (rounded & (rr > unsolved_from(b) ** 2 * square))
         diverged, active = diverged | growing, active & (rr > floor) & (rounded ^ True) & (growing ^ True)
     # The last residual may be on its way up and back, or H may be indefinite without a sign of it so far.
     diverged = diverged | ((rr > square) & ((rr > GROWTH * square) | (rr > GROWTH * best_rr)) & (rr < inf))
@@ -408,7 +410,7 @@ def minres(
     """
     b = Vector(b)
     dot, norm = (Vector.lane_dot, Vector.lane_norm) if lanes else (Vector.dot, Vector.norm)
-    eps = torch.finfo(b[0].dtype).eps
+    eps = coarsest(b)
     b_norm = norm(b)
     floor = (max(tol, eps) * b_norm).clamp_min(atol)
     apply = _damped(product, damping)
@@ -490,7 +492,7 @@ def direct(matrix: Tensor, b: Sequence[Tensor], *, damping: float = 0.0, lanes: 
     v = Vector(p.reshape(t.shape).to(t.dtype) for p, t in zip(torch.split(flat, sizes, 1), b, strict=True))
     once, no = torch.ones_like(residual, dtype=torch.int64), torch.zeros_like(residual, dtype=torch.bool)
     relative = _relative(residual, norm)
-    return LinearSolution(v, residual, once, no, relative, relative > unsolved_from(right.dtype), damping=damping)
+    return LinearSolution(v, residual, once, no, relative, relative > unsolved_from([right]), damping=damping)
 
 
 def fixed_point(

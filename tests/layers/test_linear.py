@@ -590,3 +590,38 @@ def test_scales_of_either_side_do_not_matter(solver, way, scaled, dtype, scale, 
         assert result.residual <= tolerance * b.double().norm()
         assert bool(result.iterations)
         assert not bool(result.diverged)
+
+
+@pytest.mark.parametrize("solve", [linear.cg, linear.minres])
+@pytest.mark.parametrize("other", [torch.float32, torch.float16])
+def test_the_order_of_tensors_of_two_types_does_not_matter(solve, other):
+    """The coarsest type sets where rounding begins, and the narrowest one whether the system is scaled."""
+    n, scale = 6, 1e-3 if other is torch.float16 else 1.0
+    basis = torch.linalg.qr(torch.randn(2 * n, 2 * n, dtype=torch.float64))[0]
+    H = basis @ torch.diag(torch.linspace(1, 8, 2 * n, dtype=torch.float64)) @ basis.T
+    H[:n, n:] = H[n:, :n] = 0
+    b = torch.randn(2 * n, dtype=torch.float64) * scale
+    found = []
+    for order in (slice(None), slice(None, None, -1)):
+        parts = [(slice(n), torch.float64), (slice(n, None), other)][order]
+
+        def product(v, parts=parts):
+            rows = [H[own, own] @ t.double() for (own, _), t in zip(parts, v, strict=True)]
+            return Vector(t.to(kind) for t, (_, kind) in zip(rows, parts, strict=True))
+
+        solved = solve(product, [b[own].to(kind) for own, kind in parts], steps=100)
+        found.append(solved)
+        for t, (own, kind) in zip(solved.solution, parts, strict=True):
+            exact = torch.linalg.solve(H[own, own], b[own].to(kind).double())
+            assert (t.double() - exact).norm() <= 50 * torch.finfo(other).eps * exact.norm()
+    assert not any(bool(solved.diverged) or bool(solved.indefinite) for solved in found)
+    assert found[0].iterations == found[1].iterations < 30
+
+
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)])
+def test_squares_of_the_narrowest_type_stay_in_its_range(order):
+    parts = [(torch.tensor([1.0, 2.0]), torch.float64), (torch.tensor([3.0, 4.0]), torch.float32)][order]
+    b = [1e-25 * torch.ones(2, dtype=kind) for _, kind in parts]
+    solved = linear.cg(lambda v: Vector(H.to(t) * t for (H, _), t in zip(parts, v, strict=True)), b, steps=20)
+    for (H, _), t in zip(parts, solved.solution, strict=True):
+        close(t * 1e25, 1 / H.to(t), 1e-6, 1e-6)
