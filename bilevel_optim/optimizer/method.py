@@ -473,7 +473,7 @@ class Method(Options, Optimizer, ABC):
         try:
             if tasks is not None:
                 return self._estimate_tasks(here, inputs, tasks)
-            estimate = self._checked(here, inputs, self._estimated)
+            estimate = self._accepted_estimate(here, inputs, self._estimate_once)
         finally:
             if oracle.sharded:
                 oracle.session.gathered.release()
@@ -481,7 +481,9 @@ class Method(Options, Optimizer, ABC):
             return estimate
         return replace(estimate, memory={**estimate.memory, "initial": here.y})
 
-    def _checked(self, oracle: Oracle, inputs: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
+    def _accepted_estimate(
+        self, oracle: Oracle, inputs: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]
+    ) -> Estimate:
         """Make an estimate and read its flags; make it again if the method or the lower rate reacts to them."""
         if is_tracing():
             return make(oracle, inputs)
@@ -509,7 +511,7 @@ class Method(Options, Optimizer, ABC):
             session.checks.clear()
             session.never_reached = None
 
-    def _estimated(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
+    def _estimate_once(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Return the estimate, with lower rates from the curvature if they follow it."""
         curvature: Vector | None = None
         told: dict[str, Tensor] = {}
@@ -773,7 +775,7 @@ class Method(Options, Optimizer, ABC):
             oracle,
             inputs,
             sampler,
-            partial(self._checked, make=self._estimated),
+            partial(self._accepted_estimate, make=self._estimate_once),
             count=task_count(sampler, self.tasks_per_step),
             sizes=self._rows_per_batch,
             together=self._together,

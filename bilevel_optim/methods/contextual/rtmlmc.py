@@ -196,7 +196,7 @@ class RTMLMC(BilevelOptimizer):
         depths = self._depths(contexts)
         mine = _share(depths, inputs.ranks.rank, inputs.ranks.world)
         make = partial(self._estimate_contexts, contexts, depths, mine)
-        return self._checked(oracle, inputs, make) if mine else make(oracle, inputs)
+        return self._accepted_estimate(oracle, inputs, make) if mine else make(oracle, inputs)
 
     def _random_inputs(self) -> dict[str, int]:
         """Return the range of the seed of all draws of a step."""

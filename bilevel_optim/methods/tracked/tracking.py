@@ -159,7 +159,7 @@ class RecursiveOptimizer(BilevelOptimizer):
                 f"row for each{number} tasks, but have shapes {shapes}; pass tensors that hold y of all tasks, such as "
                 "torch.stack of one tensor for each"
             )
-        return self._checked(oracle, inputs, partial(self._step, y=oracle.y, sampler=sampler))
+        return self._accepted_estimate(oracle, inputs, partial(self._step, y=oracle.y, sampler=sampler))
 
     def _step(self, oracle: Oracle, inputs: StepInputs, y: Vector, sampler: Any = None) -> Estimate:
         table = self._table(inputs, y)
