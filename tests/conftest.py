@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from .selection import left_out
+from .selection import is_slow, left_out
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores
     torch.set_num_threads(1)
@@ -31,8 +31,8 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--slow"):
         for item in left_out(items):
             item.add_marker(pytest.mark.slow)
-        config.hook.pytest_deselected(items=[item for item in items if "slow" in item.keywords])
-        items[:] = [item for item in items if "slow" not in item.keywords]
+        config.hook.pytest_deselected(items=[item for item in items if is_slow(item)])
+        items[:] = [item for item in items if not is_slow(item)]
 
 
 def pytest_report_header(config):

@@ -21,11 +21,16 @@ MAIN = (
 )
 
 
+def is_slow(item):
+    """Return True for a test that is marked so; ``item.keywords`` also holds the names of the folders around it."""
+    return item.get_closest_marker("slow") is not None
+
+
 def left_out(items):
     """Return the items that run with ``--slow`` only, besides those that are marked so."""
     cases = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and "slow" not in item.keywords:
+        if hasattr(item, "callspec") and not is_slow(item):
             cases[item.path, item.originalname].append(item)
     kept = {id(case) for own in cases.values() for case in _kept(own)}
     return [case for own in cases.values() for case in own if id(case) not in kept]

@@ -1,10 +1,16 @@
 """Third parties cannot change the code that workflows run or publish; type checkers see an installation."""
 
+import os
 import re
+import shutil
 import site
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from .selection import MAIN
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -45,3 +51,17 @@ def test_the_full_sizes_of_all_tests_run_nightly():
     assert sorted(named.split()) == wanted
     nightly = re.search(r"folder: \[(.*)\]", (ROOT / ".github/workflows/nightly.yml").read_text())[1]
     assert sorted(re.findall(r"\w+", nightly)) == wanted
+
+
+def test_the_inductor_pass_selects_tests_in_any_folder(tmp_path):
+    """Also where the name of the checkout is that of a marker."""
+    command = re.search(r'inductor\) command="(.*)"', (ROOT / ".ci/slow").read_text())[1]
+    place = tmp_path / "slow"
+    shutil.copytree(ROOT / "tests", place / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", place)
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "--collect-only", *command.split()],
+        cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    selected = re.findall(r"test_fifty_steps\[(.*)-torch.float64-stochastic\]", found.stdout)
+    assert sorted(selected) == sorted(MAIN), found.stdout + found.stderr

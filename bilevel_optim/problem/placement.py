@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..tracing import is_tracing
 
-__all__ = ["constant", "to_device"]
+__all__ = ["constant", "pinned", "to_device"]
 
 MOST = 256  # cached sets of numbers
 
@@ -23,9 +23,15 @@ def to_device(values: Tensor | Sequence[float], device: torch.device, dtype: tor
         return t.to(device)
     if not t.dim():  # an argument of the launch, also in a graph
         return torch.zeros((), dtype=t.dtype, device=device) + t
-    if is_tracing() or not _pins(device.type):
+    if not _pins(device.type):
         return t.to(device)
-    return t.pin_memory().to(device, non_blocking=True)
+    # An argument of a graph may be pinned. What a graph makes is copied out of ordinary memory before the call returns.
+    return (t if is_tracing() else t.pin_memory()).to(device, non_blocking=True)
+
+
+def pinned(t: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor in pinned memory, if memory can be pinned for the device."""
+    return t.pin_memory() if _pins(device.type) else t
 
 
 @cache

@@ -28,6 +28,8 @@ WAYS = {
     **({} if SIMULATED else {"inductor": {}, "cuda graphs": {"mode": "reduce-overhead"}}),
 }
 SINGLE, AT_ONCE = 12, 8
+ANCHORED, PERIOD = ("SRBA", "VRBO"), 4  # every PERIOD-th step has a graph of its own
+ALONE = {"SABA": 3}  # waits of a run of three: a step that writes rows of its tables is written before the next
 
 
 def steps(row, device, compiled=None, **options):
@@ -58,15 +60,15 @@ def test_captured_steps_are_eager_ones(row, way):
 def test_a_captured_step_waits_for_the_device_once(row):
     """And so do the steps of a run: for their flags (but for samplers, whose draws go from the host to the device)."""
     problem = Regression(row, device=DEVICE)
-    optimizer = problem.optimizer(row)
+    optimizer = problem.optimizer(row, **({"period": PERIOD} if row.name in ANCHORED else {}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", bo.BilevelWarning)
         optimizer.compile(backend="eager")
-        for _ in range(20):  # uses 1, 2, 4, 8, 16 of the graph have been compared with eager steps, 32 is the next
+        for _ in range(9 * PERIOD):  # uses 1, 2, 4, 8, ... of a graph are compared with eager steps, the next are not
             problem.step(optimizer)
     if "compile_fallback" in optimizer.diagnostics:
         pytest.skip(optimizer.diagnostics["compile_fallback"])
-    for advance in (problem.step, lambda optimizer: problem.run(optimizer, 3)):
+    for advance, most in ((problem.step, 1), (lambda optimizer: problem.run(optimizer, 3), ALONE.get(row.name, 1))):
         torch.get_device_module(DEVICE).set_sync_debug_mode("warn")
         try:
             with warnings.catch_warnings(record=True) as found:
@@ -75,7 +77,7 @@ def test_a_captured_step_waits_for_the_device_once(row):
         finally:
             torch.get_device_module(DEVICE).set_sync_debug_mode("default")
         waits = [str(w.message) for w in found if "synchroniz" in str(w.message)]
-        assert len(waits) <= 1, waits
+        assert len(waits) <= most, waits
 
 
 @pytest.mark.parametrize("dtype", triton_alone.DTYPES)

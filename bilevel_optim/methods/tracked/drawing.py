@@ -51,12 +51,14 @@ class Source(NamedTuple):
         steps: number of steps made.
         tables: stored values of the rows.
         broadcast: function from this rank's draw to the draw that all ranks use.
+        device: device of the numbers of all rows.
     """
 
     generator: torch.Generator | None
     steps: int = 0
     tables: Mapping[str, Tensor] = {}
     broadcast: Callable[[Tensor], Tensor] = Tensor.cpu
+    device: torch.device = torch.device("cpu")
 
     @classmethod
     def of(cls, inputs: StepInputs) -> Source:
@@ -87,7 +89,8 @@ class Drawing:
     def draw(self, sampler: Any, m: int, source: Source) -> Drawn:
         """Draw the tasks of a step; without a sampler, take the one problem."""
         if sampler is None or self.task_batch is None:
-            return Drawn(torch.arange(m, device="cpu"), torch.ones(m, dtype=torch.float64, device="cpu"), {})
+            ids, scale = torch.arange(m, device=source.device), torch.ones(m, dtype=torch.float64, device=source.device)
+            return Drawn(ids, scale, {})
         return self.some(sampler, m, source)
 
     def draws(self, m: int) -> list[TaskDraw]:

@@ -14,7 +14,7 @@ from ...distributed.sharding import Split
 from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import flat, shaped
 from ...hypergradient.storm import floor
-from ...problem.placement import to_device
+from ...problem.placement import constant, pinned, to_device
 from ...problem.vector import Vector
 from ...tracing import is_tracing
 
@@ -108,8 +108,9 @@ class GraphClock:
     The host checks the clock before each step, and runs eagerly any step that would exhaust it.
 
     Attributes:
-        time, log, drift, last: as those of `Clock`.
+        time, log, drift, last: as those of `Clock`, on the device of the tables.
         still: True if no row ever moves without a visit.
+        packed: the clock as the host keeps it; None once it has moved.
     """
 
     time: Tensor
@@ -117,15 +118,16 @@ class GraphClock:
     drift: Tensor
     last: Tensor
     still: bool
+    packed: Tensor | None = None
     exhausted: ClassVar[bool] = False
 
     def waited(self) -> GraphClock:
-        return replace(self, time=self.time + 1)
+        return replace(self, time=self.time + 1, packed=None)
 
     def ticked(self, table: Table, betas: Mapping[str, float], rates: Tensor, tau: float, keep: bool) -> GraphClock:
-        log = self.log + self.log.new_tensor([_lost(betas[name]) for name in table.trackers])
+        log = self.log + constant([_lost(betas[name]) for name in table.trackers], self.log)
         shrunk = torch.stack([log[table.trackers.index(velocity)].exp() for _, velocity in table.moving])
-        drift = self.drift + rates[: self.drift.shape[1]] * tau * shrunk.unsqueeze(1)
+        drift = self.drift + rates[: self.drift.shape[1]].to(log) * tau * shrunk.unsqueeze(1)
         return GraphClock(self.time + 1, log, drift, self.drift, self.still)
 
     def rebased(self) -> GraphClock:
@@ -136,13 +138,15 @@ class GraphClock:
         return {"log": self.log.to(device), "drift": self.drift.to(device), "last": self.last.to(device), "age": age}
 
 
-def clock_of(found: Any, trackers: int, positions: int, *, still: bool = False) -> Clock | GraphClock:
-    """Return the clock packed by `pack_clock`; in a graph, ``still`` says that unvisited rows never move."""
+def clock_of(
+    found: Any, trackers: int, positions: int, device: torch.device, *, still: bool = False
+) -> Clock | GraphClock:
+    """Return the clock packed by `pack_clock`; in a graph on a device, and ``still`` if unvisited rows never move."""
     if not isinstance(found, Tensor):
         return Clock(*found)
-    time, log, drift, last = _taken_apart(found, trackers, positions)
     if is_tracing():
-        return GraphClock(time, log, drift, last, still)
+        return GraphClock(*_taken_apart(to_device(found, device), trackers, positions), still, found)
+    time, log, drift, last = _taken_apart(found, trackers, positions)
     tuples = (tuple(map(tuple, t.tolist())) for t in (drift, last))
     return Clock(int(time), tuple(log.tolist()), *tuples)
 
@@ -155,14 +159,19 @@ def _taken_apart(numbers: Tensor, trackers: int, positions: int) -> tuple[Tensor
     return time[0], log, drift, last
 
 
-def pack_clock(clock: Clock | GraphClock) -> Any:
-    """Return a clock as an optimizer keeps it: one tensor, an argument of graphs; with a history, a tuple."""
+def pack_clock(clock: Clock | GraphClock, device: torch.device) -> Any:
+    """Return a clock as an optimizer keeps it: one host tensor, an argument of graphs; with a history, a tuple.
+
+    A graph copies it to the device without waiting.
+    """
     if isinstance(clock, GraphClock):
-        return torch.cat([clock.time.reshape(1), clock.log, clock.drift.flatten(), clock.last.flatten()])
+        if clock.packed is not None:
+            return clock.packed
+        return torch.cat([clock.time.reshape(1), clock.log, clock.drift.flatten(), clock.last.flatten()]).cpu()
     if clock.history:
         return tuple(clock)
     sums = [entry for part in (*clock.drift, *clock.last) for entry in part]
-    return torch.tensor([clock.time, *clock.log, *sums], dtype=torch.float64, device="cpu")
+    return pinned(torch.tensor([clock.time, *clock.log, *sums], dtype=torch.float64, device="cpu"), device)
 
 
 def about_to_end(found: Tensor, trackers: Sequence[str], betas: Mapping[str, float]) -> bool:

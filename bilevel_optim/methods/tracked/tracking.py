@@ -25,6 +25,7 @@ from ...problem.parameters import by_level, require
 from ...problem.placement import to_device
 from ...problem.tasks import TaskDraws, draw_whole, length_of, task_count
 from ...problem.vector import Vector
+from ...tracing import is_tracing
 from . import watching
 from .drawing import CHANCES, Drawing, Drawn, Source, others
 from .rows import CHUNK, STAMPS, Clock, GraphClock, Rows, Table, about_to_end, clock_of, pack_clock, table_of
@@ -254,7 +255,7 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _make_next_step(self, oracle: Oracle, inputs: StepInputs, table: Table, sampler: Any) -> Estimate:
         """Make a later step, which visits the rows of some tasks; all others follow their rule."""
-        trackers, clock, m = self._trackers, self._clock(inputs), table.total
+        trackers, clock, m = self._trackers, self._clock(inputs, table.device), table.total
         drawn, betas = self._chosen(table, inputs, sampler), self._betas(inputs.steps, m)
         n = len(drawn.ids)
         after = clock.waited() if n < m else clock  # if every row is visited, none misses the step
@@ -338,7 +339,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             tables=tables,
             lower=lower,
             writes=tuple(writes),
-            numbers={"clock": pack_clock(clock)},
+            numbers={"clock": pack_clock(clock, self._device or oracle.device)},
         )
 
     def _measured(self, look: Look, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Measured:
@@ -445,7 +446,8 @@ class RecursiveOptimizer(BilevelOptimizer):
         inputs = self._inputs(by_level(self.param_groups), self.parameters("upper"), self.parameters("lower"))
         if len(inputs.tables.get("age", ())) < 2:  # every step visits a single row
             return
-        table, clock = self._table(inputs, inputs.lower), self._clock(inputs)
+        table = self._table(inputs, inputs.lower)
+        clock = self._clock(inputs, table.device)
         late = (table.tables["age"] != clock.time).nonzero().flatten()
         with torch.no_grad():
             for ids in table.chunks(late):
@@ -467,7 +469,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         """Return the rows of all problems; y has one for each."""
         group = [i for i, group in enumerate(inputs.lower_groups) for _ in group["params"]]
         each = [[i] * t.shape[1:].numel() for i, t in zip(group, y, strict=True)]  # t[0] would gather rows of all ranks
-        groups = torch.tensor([i for own in each for i in own], device="cpu")
+        groups = torch.tensor([i for own in each for i in own], device=y[0].device if is_tracing() else "cpu")
         tables = {name: Split.local(t) for name, t in inputs.tables.items() if name not in CHANCES}
         least = self.floor if self._rule.floored else None
         split, own = Split(y, inputs.ranks), Vector(map(Split.local, y))
@@ -496,7 +498,10 @@ class RecursiveOptimizer(BilevelOptimizer):
             drawn = draw_whole(sampler, partial(self._drawn, table.total, late), inputs.random_inputs)
             if drawn is not None:
                 return Drawn(**drawn)
-        return self._drawing.draw(sampler, table.total, Source.of(inputs))
+        source = Source.of(inputs)
+        if is_tracing() and sampler is None and not table.split:
+            source = source._replace(device=table.device)  # the graph's constants
+        return self._drawing.draw(sampler, table.total, source)
 
     def _drawn(self, m: int, late: bool, sampler: Any, random_inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return all draws of a step from m tasks, in order; ``late``: the other rows are to catch up."""
@@ -512,12 +517,14 @@ class RecursiveOptimizer(BilevelOptimizer):
             "others": others(ids, m) if some and late else None,
         }
 
-    def _clock(self, inputs: StepInputs) -> Clock | GraphClock:
-        trackers = self._trackers
-        return clock_of(inputs.numbers["clock"], len(trackers.shrinking), len(trackers.moving), still=not self._drifts)
+    def _clock(self, inputs: StepInputs, device: torch.device) -> Clock | GraphClock:
+        sizes = len(self._trackers.shrinking), len(self._trackers.moving)
+        return clock_of(inputs.numbers["clock"], *sizes, device, still=not self._drifts)
 
 
 def _rates(inputs: StepInputs) -> Tensor:
-    """Return the learning rates of the lower groups."""
+    """Return the learning rates of the lower groups: on the host, but in a graph, whose arguments they are."""
     rates = [group["lr"] for group in inputs.lower_groups]
+    if is_tracing():
+        return torch.stack(rates).double()
     return torch.stack([torch.as_tensor(rate, dtype=torch.float64, device="cpu") for rate in rates])
