@@ -21,7 +21,7 @@ from ..optimizer.state import (
 )
 from ..optimizer.transaction import Write, set_gradients
 from ..problem.vector import Vector
-from .forms import form_of, form_of_tensor
+from .forms import form_of, forms_of
 from .pure import PureStep, state_of
 
 __all__ = ["Place", "StatePlaces", "Writer", "buffer_writes", "picked", "table_at"]
@@ -44,7 +44,6 @@ class StatePlaces:
         self._kept: list[Any] = []  # options on which the state depends, and names of tensors among the numbers
         self._names: list[tuple[Tensor, dict[str, Any] | None, list[str]]] = []  # all entries of each live tensor
         self._entries: list[tuple[dict[str, Any], str]] = []  # those that a step reads, in order
-        self._forms: list[Any] = []
 
     def read(self) -> tuple[list[Tensor], Any]:
         """Return the tensors of the state, in order, and its form."""
@@ -67,8 +66,7 @@ class StatePlaces:
         tensors += [value for value in self._optimizer.numbers.values() if isinstance(value, Tensor)]
         if not all([isinstance(t, Tensor) for t in tensors]):
             return None
-        forms = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
-        return tensors if forms == self._forms else None
+        return tensors if forms_of(tensors) == self._form[1:] else None
 
     def _options(self) -> list[Any]:
         optimizer = self._optimizer
@@ -82,7 +80,7 @@ class StatePlaces:
         own = [t.detach() for t in x], [t.detach() for t in y]
         tensors: list[Tensor] = []
         self._form = form_of(state_of(known, optimizer.numbers, *own, self._pure.buffers, now), tensors)
-        self._forms, self._kept = [*map(form_of_tensor, tensors)], self._options()
+        self._kept = self._options()
         state = optimizer.state
         self._names = [(p, state.get(p), [*state.get(p, ())]) for p in (*x, *y)]
         places = [(state[p], name) for name in known["memory"] for p in y]
