@@ -211,7 +211,10 @@ def _some(objective: Objective, times: int) -> list[Any]:
 
 
 def _terms(objective: Objective) -> Any:
-    return [(term.arguments, _tensor(term.weight)) for term in objective.samples()]
+    if type(objective) is not FiniteSum:
+        return [(term.arguments, _tensor(term.weight)) for term in objective.samples()]
+    batches = enumerate(objective.batches(range(len(objective))))
+    return [((batch,), _tensor(objective.weight(i))) for i, batch in batches]
 
 
 def _tensor(value: Any) -> Tensor | None:

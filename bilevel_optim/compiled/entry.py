@@ -90,8 +90,7 @@ class Entry:
         is_known: whether there was such a step before; the first may be the only one.
         draws: draws of each step (without tasks from `in_a_row`); None if the method has to be asked.
         draw_all: draws all that a step needs, for a method that chooses its own tasks.
-        pure: the step as a function; None until the state has settled.
-        places: where its state lives; known with ``pure``.
+        pure, places: see `settle`; before, the entry has neither.
         compiled: form of the data and the function compiled for it, the last used first.
         reasons: code of the losses -> why steps with such losses run eagerly.
         uses: number of uses since the last compilation.
@@ -111,6 +110,10 @@ class Entry:
         self.reasons: dict[Any, str] = {}
         self.uses = self.count = 0
         self.gain = Gain()
+
+    def settle(self, pure: PureStep, places: StatePlaces) -> None:
+        """Note the step as a function, and where its state lives, once the state has settled."""
+        self.pure, self.places = pure, places
 
     @property
     def unwatched(self) -> int:

@@ -21,6 +21,7 @@ from ..optimizer.state import (
 )
 from ..optimizer.transaction import Write, set_gradients
 from ..problem.vector import Vector
+from ..pytree import tree_leaves
 from .forms import form_of, forms_of
 from .pure import PureStep, state_of
 
@@ -127,6 +128,7 @@ class Writer:
 
     Attributes:
         loss, flags: the places of these results.
+        kept: the places of tensors that are kept as they are; others are copied.
         alerts: what the flags after the first one are for.
         counts: oracle calls.
     """
@@ -161,11 +163,13 @@ class Writer:
         live = [] if lower is None else [*zip(y, lower, strict=True)]
         live += [] if not moved else zip(self._x, moved["x"], strict=True)
         self._live, self._values = Vector([t for t, _ in live]), [place for _, place in live]
+        staying = self.loss, self._diagnostics, self._numbers, self._solvers, [place for *_, place in self._entries]
+        self.kept = {leaf for leaf in tree_leaves(staying) if isinstance(leaf, Place)}
 
     def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any]) -> list[Write]:
         """Return the writes of a call's results, in the order of `writes_of`; ``after`` is the run state after it."""
         # Copies, because gradients are clipped in place; they may be constants of the graph, or tensors of the user.
-        gradients = [values[place].detach().clone() for place in self._gradient]
+        gradients = [values[place].clone() for place in self._gradient]
         found: list[Write] = [partial(self._write_state, optimizer, values, gradients)]
         if self._values:  # last, because the state may hold the old ones
             found.append(partial(self._live.copy_, [values[place] for place in self._values]))

@@ -24,6 +24,7 @@ from .places import Place, Writer, picked
 from .pure import PureStep, State, following
 from .reading import Arguments, Needed, Reader, Reading, Together, UserGraph
 from .reasons import Refused
+from .small_cpu import CallList
 
 __all__ = ["Call", "Given", "StepProgram", "StepReader"]
 
@@ -96,10 +97,18 @@ class StepProgram:
     ) -> None:
         self.program, self.reads, self.next_state, self._results = program, reads, next_state, results
         self.writer = Writer(results, pure)
+        self._once: Callable[[list[Tensor]], Sequence[Tensor]] | None = None
 
     def __call__(self, arguments: list[Tensor]) -> Call:
         """Run the program."""
         return Call(arguments, self.program([*arguments]))
+
+    def once(self, arguments: list[Tensor]) -> Call:
+        """Run the program for results that are written before its next call: memory of those to copy is used again."""
+        if self._once is None:
+            call = self.program.call
+            self._once = call.reusing(self.writer.kept) if isinstance(call, CallList) else self.program
+        return Call(arguments, self._once([*arguments]))
 
     def results(self, call: Call) -> dict[str, Any]:
         """Return the step's results from a call."""

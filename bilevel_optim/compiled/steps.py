@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
@@ -166,7 +166,7 @@ class CompiledSteps:
         enabled = torch.is_grad_enabled()
         try:
             torch.set_grad_enabled(False)
-            call = program(arguments)
+            call = program(arguments) if self._moves_on_host else program.once(arguments)
             entry.uses += 1
             values, writer = call.values, program.writer
             sound = not (self.optimizer.check_finite and self._troubled(writer, values[writer.flags].tolist()))
@@ -175,7 +175,10 @@ class CompiledSteps:
         finally:
             torch.set_grad_enabled(enabled)
         loss: Tensor = values[writer.loss]
-        return loss if sound else self._eager(self._again(inputs), update, inputs.random)
+        if sound:
+            return loss
+        again = self._again(inputs)
+        return self.optimizer._eager_step(again.upper, again.lower, again.tasks, update=update, random=inputs.random)
 
     def _noted(self, loss: Tensor, reason: str) -> Tensor:
         """Report why a step was eager, and return its loss."""
@@ -314,27 +317,13 @@ class CompiledSteps:
 
     # ------------------------------------------------------------------------------------------------ eager steps
 
-    def _eager(self, sources: Sources, update: bool, random: Mapping[str, Any] | None = None) -> Tensor:
-        """Make the step as it would be without compilation. Random inputs are drawn unless ``random`` has them."""
-        optimizer = self.optimizer
-        transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
-        with transaction:
-            given = optimizer._step_inputs(oracle, groups, random)
-            results = optimizer._compute(oracle, given, sources.tasks, update=update)
-            transaction.conclude()
-            transaction.commit(optimizer._step_writes(oracle, results))
-        return results.loss
-
     def _first(self, entry: Entry | None, sources: Sources, update: bool) -> Tensor:
         """Make an eager step; if others like it are to be compiled, record how they draw."""
-        if entry is None or sources.tasks is None:
-            loss = self._eager(sources, update)
-        else:
-            tasks = Recorded(sources.tasks)
-            loss = self._eager(Sources(sources.upper, sources.lower, tasks), update)
-            entry.draw_all = tasks.draws
+        tasks = sources.tasks if entry is None or sources.tasks is None else Recorded(sources.tasks)
+        loss = self.optimizer._eager_step(sources.upper, sources.lower, tasks, update=update)
         if entry is not None:
             entry.is_known = True
+            entry.draw_all = tasks.draws if isinstance(tasks, Recorded) else None
         return loss
 
     def _beside_eager(self, entry: Entry, inputs: Inputs, update: bool) -> Tensor:
@@ -358,8 +347,8 @@ class CompiledSteps:
             try:
                 self._require_compilable(oracle)
                 if not hasattr(entry, "pure"):
-                    entry.pure = PureStep(optimizer, oracle, given, update and not host, buffers)
-                    entry.places = StatePlaces(optimizer, entry.pure, self._now)
+                    pure = PureStep(optimizer, oracle, given, update and not host, buffers)
+                    entry.settle(pure, StatePlaces(optimizer, pure, self._now))
                 found, after, what = self._compared(entry, inputs, state, results, oracle, eager)
                 if what:
                     reason = self._reason = DIFFERS.format(what)

@@ -258,9 +258,21 @@ class Method(Options, Optimizer, ABC):
         if self._captured is not None:
             loss: Tensor = self._captured.step(upper, lower, tasks, update)
             return loss
+        return self._eager_step(upper, lower, tasks, update=update)
+
+    def _eager_step(
+        self,
+        upper: Loss | None,
+        lower: Loss | None,
+        tasks: Any,
+        *,
+        update: bool,
+        random: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Make a step without compilation. Random inputs are drawn unless ``random`` has them."""
         transaction, oracle, groups = self._open_step(upper, lower)
         with transaction:
-            inputs = self._step_inputs(oracle, groups)
+            inputs = self._step_inputs(oracle, groups, random)
             results = self._compute(oracle, inputs, tasks, update=update)
             transaction.conclude()
             transaction.commit(self._step_writes(oracle, results), undo_of(self.state, oracle.live_x, oracle.live_y))

@@ -60,7 +60,7 @@ def noticed(make):
     loss, change, net = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
     step = Gradient([x], [y, *([] if net is None else net.parameters())])
     entry = Entry(None, Settings(backend="eager"))
-    entry.pure = step
+    entry.settle(step, None)
     state = {**NOTHING, "x": [x.detach().clone()], "y": [t.detach().clone() for t in step.live_y]}
     given = Given({"lower": loss}, None, {}, {}, state)
 
