@@ -30,12 +30,14 @@ from .reasons import Refused, require_no_effects
 
 __all__ = ["CHECKED_EVERY", "MOST", "Entry", "Full", "Settings"]
 
-# By default Dynamo skips some of these checks, to be fast. A version of torch may lack some of the names.
+# By default Dynamo skips some of these checks, to be fast; but it notes every call for a profiler, which takes as long
+# as the checks of a small loss. A version of torch may lack some of the names.
 SETTINGS: dict[str, Any] = {
     name: value
     for name, value in {
         "allow_rnn": True,
         "capture_scalar_outputs": True,
+        "record_runtime_overhead": False,
         "side_effect_replay_policy": "warn",
         "skip_guards_on_constant_func_defaults": False,
         "skip_nnmodule_hook_guards": False,

@@ -45,14 +45,21 @@ def form_of(value: Any, tensors: list[Tensor] | None = None) -> tuple[Any, list[
 
 
 def _structure_of(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return Tensor
     kind = type(value)
     if kind is dict:
         return [(name, _structure_of(part, tensors)) for name, part in value.items()]
     if kind is list or kind is tuple:
-        return [kind, *[_structure_of(part, tensors) for part in value]]
+        found: list[Any] = [kind]
+        for part in value:  # tensors without a call each: every step does this
+            if type(part) is Tensor:
+                tensors.append(part)
+                found.append(Tensor)
+            else:
+                found.append(_structure_of(part, tensors))
+        return found
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Tensor
     if value is None or isinstance(value, PLAIN):
         return kind, repr(value)
     leaves, structure = tree_flatten(value)

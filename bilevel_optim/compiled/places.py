@@ -113,7 +113,7 @@ def picked(part: Any, values: Sequence[Tensor]) -> Any:
     if kind is Place:
         return values[part]
     if kind is dict:
-        return {name: picked(own, values) for name, own in part.items()}
+        return {name: values[own] if type(own) is Place else picked(own, values) for name, own in part.items()}
     if kind is tuple:
         return tuple([picked(own, values) for own in part])
     return [picked(own, values) for own in part] if kind is list else part

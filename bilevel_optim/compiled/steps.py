@@ -44,7 +44,7 @@ from .reasons import Refused, reason_of
 __all__ = ["CompiledSteps"]
 
 PLAIN = (bool, int, float, str, tuple, type(None))
-NOT_IN_KEY = ("lr", "initial_lr", "param_names", OWN)  # options of a group; learning rates are tensors
+NOT_IN_KEY = ("lr", "initial_lr", "params", "param_names", OWN)  # entries of a group; learning rates are tensors
 HOOKS = (module._global_forward_hooks, module._global_forward_pre_hooks)  # for all modules; Dynamo has no guard on them
 PATIENCE = 8  # steps in a row of a new kind, after which no more steps are compiled
 FIRST, AT_RISK = 64, 0.5  # steps of the first chain; seconds that a chain may take, which an interrupt undoes
@@ -248,13 +248,14 @@ class CompiledSteps:
         own = vars(self.optimizer)
         if self._plain is None:
             self._plain = itemgetter(*(name for name, v in own.items() if isinstance(v, PLAIN) and name[0] != "_"))
-        found = [self._plain(own)]
+        found, parameters = [self._plain(own)], list[Tensor]()
         for group in self.optimizer.param_groups:
             for name, value in group.items():
-                if name == "params":
-                    found += (any_hooks(value), *map(id, value), *[p.requires_grad for p in value])
-                elif name not in NOT_IN_KEY:
+                if name not in NOT_IN_KEY:
                     found.append(value if isinstance(value, PLAIN) else id(value))
+            parameters += group["params"]
+            found.append(len(parameters))
+        found += (any_hooks(parameters), *[p.requires_grad for p in parameters], *map(id, parameters))
         found += map(id, self.optimizer._run_state.buffers.changing())
         for hooks in HOOKS:
             found.append(sum([getattr(hook, "__module__", "") != unnoted.__module__ for hook in [*hooks.values()]]))
