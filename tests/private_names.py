@@ -206,7 +206,7 @@ NAMES = [
     ),
     Name(
         "torch._dynamo.config.*",
-        "compiled/steps.py",
+        "compiled/entry.py",
         "what Dynamo leaves out of its guards by default, to be fast, is looked at too",
         "options of torch.compile",
     ),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .draws import Drawn
-from .forms import form_of
+from .forms import form_of, forms_of
 from .program import Call, StepProgram
 from .reasons import Refused
 from .small_cpu import CallList
@@ -46,7 +47,10 @@ class Chain:
         self._from_results = [(j, int(k)) for j, k in pairs if k < count]
         self._from_arguments = [(j, k - count) for j, k in pairs if k >= count and j != k - count]
         self._form = form_of((drawn, random))
-        self._samples = {source: [form_of(sample) for sample in samples] for source, samples in drawn.items()}
+        # Of batches, without indices and weights.
+        self._batches = {
+            source: [form_of(own[0] if len(own) == 3 else own) for own in samples] for source, samples in drawn.items()
+        }
         self._reusing: Sequence[CallList] | None = None  # the program again, with results that keep their memory
 
     def shares_memory(self, first: Call, live: Sequence[Tensor]) -> bool:
@@ -67,20 +71,15 @@ class Chain:
 
         ``columns`` are the batches of all steps, by source, and the indices of terms.
         """
-        rows: list[list[Tensor]] = [[] for _ in range(count)]
-        for source, forms in self._samples.items():
-            if source not in columns:
-                continue
-            (batches, indices), times = columns[source], len(forms)
-            if indices:
-                forms = [arguments for _, arguments, *_ in forms]
-            parts = batches if _are_plain(batches, forms) else _parts(batches, forms)
-            del rows[len(parts) // times :]
-            for k, row in enumerate(rows):
-                for i in range(k * times, (k + 1) * times):
-                    row += parts[i]
-                    row += indices[i : i + 1]
-        return rows
+        drawn: list[Sequence[Sequence[Tensor]]] = [[()] * count]  # by source, the tensors of each step
+        for source, forms in self._batches.items():
+            if source in columns:
+                (batches, indices), times = columns[source], len(forms)
+                parts = _parts(batches, forms)
+                if indices:
+                    parts = [[*own, index] for own, index in zip(parts, indices, strict=False)]
+                drawn += [parts[k::times] for k in range(times)]
+        return [[*chain.from_iterable(row)] for row in zip(*drawn, strict=False)]
 
     def follow(self, first: Call, data: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor], Call]:
         """Return losses and flags of the first call and of a call for each element of ``data``, and the last call."""
@@ -122,26 +121,15 @@ class Chain:
         return self._reusing
 
 
-def _are_plain(batches: Sequence[Any], forms: Sequence[Any]) -> bool:
-    """Return True if all batches are tuples of tensors of one form, that of each of a step's samples."""
-    (_, *arguments), *others = forms
-    if len(arguments) != 1 or any([own != forms[0] for own in others]):
-        return False
-    kind, *wanted = arguments[0]
-    if kind is not tuple or any([type(own) is not tuple for own in wanted]):
-        return False
-    different = {id(batch): batch for batch in batches}.values()  # batches recur
-    return all([type(batch) is tuple and len(batch) == len(wanted) for batch in different]) and all(
-        [
-            isinstance(t, Tensor) and (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) == form
-            for k, form in enumerate(wanted)
-            for t in [batch[k] for batch in different]
-        ]
-    )
-
-
-def _parts(batches: Sequence[Any], forms: Sequence[Any]) -> list[list[Tensor]]:
+def _parts(batches: Sequence[Any], forms: Sequence[Any]) -> Sequence[Sequence[Tensor]]:
     """Return the tensors of each batch, up to the first that has another form than the sample in its place."""
+    different = {id(batch): batch for batch in batches}.values()  # batches recur
+    structure, attributes, strides = forms[0]
+    alike, n = forms.count(forms[0]) == len(forms) and {*map(type, different)} == {tuple}, len(different)
+    if alike and structure == [tuple, [tuple, *[Tensor] * len(strides)]] and {*map(len, different)} == {len(strides)}:
+        flat = [*chain.from_iterable(different)]
+        if {*map(type, flat)} == {Tensor} and forms_of(flat) == (attributes * n, strides * n):
+            return batches
     found: list[list[Tensor]] = []
     for k, batch in enumerate(batches):
         tensors: list[Tensor] = []

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from ..optimizer.step import Draw, TaskDraw
 from ..problem.finite_sum import FiniteSum
-from ..problem.objective import Objective, Sample
+from ..problem.objective import Loss, Objective, Sample, as_objective
 from ..problem.tasks import StandIn
 
 __all__ = ["MOST_TERMS", "Drawn", "GivenData", "Recorded", "Sources", "draw", "draw_many", "draw_tasks", "in_a_row"]
@@ -32,6 +32,32 @@ class Sources:
     def __init__(self, upper: Objective | None, lower: Objective | None, tasks: Any) -> None:
         self.upper, self.lower, self.tasks = upper, lower, tasks
         self.objectives = {level: o for level, o in (("upper", upper), ("lower", lower)) if o is not None}
+
+    @classmethod
+    def of(cls, upper: Loss | None, lower: Loss | None, tasks: Any) -> Self:
+        """Return the sources of a step with these arguments."""
+        f = None if upper is None else as_objective(upper, "upper")
+        return cls(f, None if lower is None else as_objective(lower, "lower"), tasks)
+
+    @property
+    def code(self) -> tuple[Any, ...]:
+        """Cache key for losses that may be new objects at each step."""
+        functions = (f for o in self.objectives.values() for f in (o.loss, o.features))
+        return tuple([getattr(function, "__code__", None) or type(function) for function in functions])
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """The losses and their features, by role, and the number of terms of each loss."""
+        found: dict[str, Any] = {}
+        for level, objective in self.objectives.items():
+            found[level] = objective.loss
+            if objective.features is not None:
+                found[f"{level} features"] = objective.features
+                if hasattr(objective.features, "stacked"):
+                    found[f"{level} features stacked"] = objective.features.stacked
+            if objective.terms is not None:
+                found[f"{level} terms"] = objective.terms
+        return found
 
     @property
     def kind(self) -> list[Any]:
@@ -185,7 +211,10 @@ def _some(objective: Objective, times: int) -> list[Any]:
 
 
 def _terms(objective: Objective) -> Any:
-    return [(term.arguments, _tensor(term.weight)) for term in objective.samples()]
+    if type(objective) is not FiniteSum:
+        return [(term.arguments, _tensor(term.weight)) for term in objective.samples()]
+    batches = enumerate(objective.batches(range(len(objective))))
+    return [((batch,), _tensor(objective.weight(i))) for i, batch in batches]
 
 
 def _tensor(value: Any) -> Tensor | None:

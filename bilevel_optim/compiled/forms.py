@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from ..pytree import tree_flatten
 from .reasons import Refused
 
-__all__ = ["Form", "empty", "form_of", "form_of_tensor"]
+__all__ = ["Form", "empty", "form_of", "form_of_tensor", "forms_of"]
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -21,32 +23,43 @@ def form_of_tensor(t: Tensor) -> Form:
     return t.shape, t.stride(), t.dtype, t.device, t.requires_grad
 
 
-def form_of(value: Any, tensors: list[Tensor] | None = None) -> Any:
-    """Return the form of nested data, to be compared with others; append their tensors to a list.
+def forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+    """Return the forms of tensors, to be compared with others; by functions in C, because every step does this."""
+    return [*map(_ATTRIBUTES, tensors)], [*map(Tensor.stride, tensors)]
+
+
+_ATTRIBUTES = attrgetter("shape", "dtype", "device", "requires_grad")
+
+
+def form_of(value: Any, tensors: list[Tensor] | None = None) -> tuple[Any, list[Any], list[Any]]:
+    """Return structure and forms of nested data, to be compared with others; append their tensors to a list.
 
     Raises:
         Refused: if an object may hold values that are not seen here.
     """
-    found = [] if tensors is None else tensors
-    return _form_of(value, found)
+    found: list[Tensor] = []
+    structure = _structure_of(value, found)
+    if tensors is not None:
+        tensors += found
+    return structure, *forms_of(found)
 
 
-def _form_of(value: Any, tensors: list[Tensor]) -> Any:
+def _structure_of(value: Any, tensors: list[Tensor]) -> Any:
     kind = type(value)
     if kind is dict:
-        return [(name, _form_of(part, tensors)) for name, part in value.items()] if value else "{}"
+        return [(name, _structure_of(part, tensors)) for name, part in value.items()]
     if kind is list or kind is tuple:
-        forms: list[Any] = [kind]
+        found: list[Any] = [kind]
         for part in value:  # tensors without a call each: every step does this
-            if isinstance(part, Tensor):
+            if type(part) is Tensor:
                 tensors.append(part)
-                forms.append((part.shape, part.stride(), part.dtype, part.device, part.requires_grad))
+                found.append(Tensor)
             else:
-                forms.append(part if part is None else _form_of(part, tensors))
-        return forms
+                found.append(_structure_of(part, tensors))
+        return found
     if isinstance(value, Tensor):
         tensors.append(value)
-        return form_of_tensor(value)
+        return Tensor
     if value is None or isinstance(value, PLAIN):
         return kind, repr(value)
     leaves, structure = tree_flatten(value)
@@ -55,7 +68,7 @@ def _form_of(value: Any, tensors: list[Tensor]) -> Any:
             f"a batch holds an object of {kind}, which a graph cannot take: use tensors and numbers in tuples, lists "
             "and dicts, or register the type with torch.utils._pytree"
         )
-    return structure, [_form_of(part, tensors) for part in leaves]
+    return structure, [_structure_of(part, tensors) for part in leaves]
 
 
 def empty(form: Form) -> Tensor:

@@ -22,7 +22,8 @@ from ..optimizer.transaction import (
     write_rows,
 )
 from ..problem.vector import Vector
-from .forms import form_of, form_of_tensor
+from ..pytree import tree_leaves
+from .forms import form_of, forms_of
 from .pure import PureStep, state_of
 
 __all__ = ["Place", "StatePlaces", "Writer", "buffer_writes", "picked", "table_at"]
@@ -45,7 +46,6 @@ class StatePlaces:
         self._kept: list[Any] = []  # options on which the state depends, and names of tensors among the numbers
         self._names: list[tuple[Tensor, dict[str, Any] | None, list[str]]] = []  # all entries of each live tensor
         self._entries: list[tuple[dict[str, Any], str]] = []  # those that a step reads, in order
-        self._forms: list[Any] = []
 
     def read(self) -> tuple[list[Tensor], Any]:
         """Return the tensors of the state, in order, and its form."""
@@ -68,8 +68,7 @@ class StatePlaces:
         tensors += [value for value in self._optimizer.numbers.values() if isinstance(value, Tensor)]
         if not all([isinstance(t, Tensor) for t in tensors]):
             return None
-        forms = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
-        return tensors if forms == self._forms else None
+        return tensors if forms_of(tensors) == self._form[1:] else None
 
     def _options(self) -> list[Any]:
         optimizer = self._optimizer
@@ -83,7 +82,7 @@ class StatePlaces:
         own = [t.detach() for t in x], [t.detach() for t in y]
         tensors: list[Tensor] = []
         self._form = form_of(state_of(known, optimizer.numbers, *own, self._pure.buffers, now), tensors)
-        self._forms, self._kept = [*map(form_of_tensor, tensors)], self._options()
+        self._kept = self._options()
         state = optimizer.state
         self._names = [(p, state.get(p), [*state.get(p, ())]) for p in (*x, *y)]
         places = [(state[p], name) for name in known["memory"] for p in y]
@@ -115,7 +114,7 @@ def picked(part: Any, values: Sequence[Tensor]) -> Any:
     if kind is Place:
         return values[part]
     if kind is dict:
-        return {name: picked(own, values) for name, own in part.items()}
+        return {name: values[own] if type(own) is Place else picked(own, values) for name, own in part.items()}
     if kind is tuple:
         return tuple([picked(own, values) for own in part])
     return [picked(own, values) for own in part] if kind is list else part
@@ -130,6 +129,7 @@ class Writer:
 
     Attributes:
         loss, flags: the places of these results.
+        kept: the places of tensors that are kept as they are; others are copied.
         alerts: what the flags after the first one are for.
         counts: oracle calls.
     """
@@ -164,11 +164,13 @@ class Writer:
         live = [] if lower is None else [*zip(y, lower, strict=True)]
         live += [] if not moved else zip(self._x, moved["x"], strict=True)
         self._live, self._values = Vector([t for t, _ in live]), [place for _, place in live]
+        staying = self.loss, self._diagnostics, self._numbers, self._solvers, [place for *_, place in self._entries]
+        self.kept = {leaf for leaf in tree_leaves(staying) if isinstance(leaf, Place)}
 
     def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any]) -> list[Action]:
         """Return the writes of a call's results, in the order of `writes_of`; ``after`` is the run state after it."""
         # Copies, because gradients are clipped in place; they may be constants of the graph, or tensors of the user.
-        gradients = [values[place].detach().clone() for place in self._gradient]
+        gradients = [values[place].clone() for place in self._gradient]
         found: list[Action] = [partial(self._write_state, optimizer, values, gradients)]
         if self._values:  # last, because the state may hold the old ones
             found.append(partial(self._live.copy_, [values[place] for place in self._values]))

@@ -22,8 +22,9 @@ from .backend import Maker, Program
 from .forms import form_of
 from .places import Place, Writer, picked
 from .pure import PureStep, State, following
-from .reading import Arguments, Needed, Reader, Reading, Together, Unread, UserGraph
+from .reading import Arguments, Needed, Reader, Reading, Together, UserGraph
 from .reasons import Refused
+from .small_cpu import CallList
 
 __all__ = ["Call", "Given", "StepProgram", "StepReader"]
 
@@ -96,10 +97,18 @@ class StepProgram:
     ) -> None:
         self.program, self.reads, self.next_state, self._results = program, reads, next_state, results
         self.writer = Writer(results, pure)
+        self._once: Callable[[list[Tensor]], Sequence[Tensor]] | None = None
 
     def __call__(self, arguments: list[Tensor]) -> Call:
         """Run the program."""
         return Call(arguments, self.program([*arguments]))
+
+    def once(self, arguments: list[Tensor]) -> Call:
+        """Run the program for results that are written before its next call: memory of those to copy is used again."""
+        if self._once is None:
+            call = self.program.call
+            self._once = call.reusing(self.writer.kept) if isinstance(call, CallList) else self.program
+        return Call(arguments, self._once([*arguments]))
 
     def results(self, call: Call) -> dict[str, Any]:
         """Return the step's results from a call."""
@@ -134,16 +143,14 @@ class StepReader:
         """True if a step can follow another before that is written, in some program."""
         return any([program.next_state is not None for _, program in self.programs])
 
-    def known(self, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]]:
-        """Return the program for what the losses read at present, and that; raise `Unread` if none fits."""
+    def known(self, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]] | None:
+        """Return the program for what the losses read at present, and that; None, or `Unread`, if none fits."""
         with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             if self._together is not None and (both := self._together.known(losses)) is not None:
                 return both
             readings = _look(self.readers, losses)
         found = self._find(readings)
-        if found is None:
-            raise Unread
-        return found, [t for reading in readings for t in reading.tensors]
+        return None if found is None else (found, [t for reading in readings for t in reading.tensors])
 
     def _find(self, readings: Sequence[Reading]) -> StepProgram | None:
         graphs = [reading.graph for reading in readings]

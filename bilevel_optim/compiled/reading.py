@@ -60,7 +60,7 @@ class Arguments:
         shapes: Sequence[torch.Size],
     ) -> None:
         self.structure, self.role, self.grad = structure, role, torch.is_grad_enabled()
-        self.forms = [form_of(leaf) for leaf in leaves]
+        self.forms = [form_of_tensor(leaf) if isinstance(leaf, Tensor) else form_of(leaf) for leaf in leaves]
         self._plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         values = [replacement(t) for t in live]
         self.rows = {k: form_of_tensor(values[k]) for k, shape in enumerate(shapes) if values[k].shape != shape}

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import random as python_random
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import InitVar, dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch._dynamo as dynamo
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module
 
 from ..errors import warn
@@ -24,57 +18,33 @@ from ..optimizer.checkpoint import OWN
 from ..optimizer.hooks import has_hooks
 from ..optimizer.lower_checks import probe
 from ..optimizer.method import Method
-from ..optimizer.options import FROM_ZERO, TRUE_OR_FALSE
 from ..optimizer.progress import STILL
 from ..optimizer.step import StepInputs, StepResults, replace
 from ..optimizer.transaction import TABLE, Action, make
 from ..oracle.buffers import unnoted
 from ..oracle.hooks import any_hooks
 from ..oracle.oracle import Oracle
-from ..problem.objective import Loss, as_objective
-from ..problem.parameters import LEVELS, by_level, is_number, require, require_rates
-from ..problem.random import draw_random_inputs, preserve_rng
+from ..problem.objective import Loss
+from ..problem.parameters import LEVELS, by_level, require_rates
+from ..problem.random import draw_random_inputs
 from ..solvers.agd import AGD
 from ..solvers.lower import is_known
-from .alone import gradients_aside, hold_tracing_lock
-from .backend import maker_of
 from .chain import Chain
 from .compare import Accepted, mismatch, perturbed_by_rounding
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_many, draw_tasks, in_a_row
+from .entry import CHECKED_EVERY, MOST, Entry, Full, Settings
 from .forms import form_of
 from .gain import LOOKS, Gain
 from .places import StatePlaces, Writer, buffer_writes, table_at
 from .program import Call, Given, StepProgram, StepReader
 from .pure import PureStep, State, results_of, state_of
-from .reading import Unread, WantsConstants
-from .reasons import Refused, reason_of, require_no_effects
+from .reasons import Refused, reason_of
 
-__all__ = ["CompiledSteps", "Settings"]
+__all__ = ["CompiledSteps"]
 
-# By default Dynamo skips some of these checks, to be fast. A version of torch may lack some of the names.
-SETTINGS: dict[str, Any] = {
-    name: value
-    for name, value in {
-        "allow_rnn": True,
-        "capture_scalar_outputs": True,
-        "side_effect_replay_policy": "warn",
-        "skip_guards_on_constant_func_defaults": False,
-        "skip_nnmodule_hook_guards": False,
-        "specialize_int": True,
-        "trace_autograd_ops": True,
-    }.items()
-    if hasattr(dynamo.config, name)
-}
 PLAIN = (bool, int, float, str, tuple, type(None))
-NOT_IN_KEY = ("lr", "initial_lr", "param_names", OWN)  # options of a group; learning rates are tensors
+NOT_IN_KEY = ("lr", "initial_lr", "params", "param_names", OWN)  # entries of a group; learning rates are tensors
 HOOKS = (module._global_forward_hooks, module._global_forward_pre_hooks)  # for all modules; Dynamo has no guard on them
-CHECKED_EVERY = 4096  # uses after which a compiled step is compared again, at the latest
-MOST = 16  # most programs of an optimizer; other steps run eagerly
-MOST_ALIKE = 8  # most for data of one form, as torch.compile's limit for a function
-FULL = (
-    f"there are {MOST} graphs, and none is for data of these shapes and constants, but no more are compiled: use fewer "
-    "shapes (padding, drop_last=True)"
-)
 PATIENCE = 8  # steps in a row of a new kind, after which no more steps are compiled
 FIRST, AT_RISK = 64, 0.5  # steps of the first chain; seconds that a chain may take, which an interrupt undoes
 FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # updates that Dynamo can trace
@@ -83,75 +53,6 @@ DIFFERS = (
     "that it draws itself), or is too sensitive to rounding; draw data by the Objective, or accept a larger difference "
     "by compile(rtol=, atol=)"
 )
-NOT_DYNAMIC = "Invalid {name} value: {value} (it must be None or False, because shapes are those of the data)"
-BACKEND = "Invalid {name} value: {value} (it must be the name of a backend of torch.compile, or a function)"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Arguments of `BilevelOptimizer.compile`, checked."""
-
-    fullgraph: bool = False
-    dynamic: InitVar[bool | None] = None
-    backend: str | Callable[..., Any] = "inductor"
-    mode: str | None = None
-    options: dict[str, Any] | None = None
-    rtol: float | None = None
-    atol: float | None = None
-
-    def __post_init__(self, dynamic: bool | None) -> None:
-        require("fullgraph", self.fullgraph, isinstance(self.fullgraph, bool), TRUE_OR_FALSE)
-        require("dynamic", dynamic, dynamic is None or dynamic is False, NOT_DYNAMIC)
-        require("backend", self.backend, isinstance(self.backend, str) or callable(self.backend), BACKEND)
-        for name, value in (("rtol", self.rtol), ("atol", self.atol)):
-            require(name, value, value is None or (is_number(value) and 0 <= value < math.inf), FROM_ZERO)
-
-
-class Full(Refused):
-    """The limit on the number of graphs is reached."""
-
-
-class Entry:
-    """Steps that differ only in values and losses.
-
-    Attributes:
-        key: their cache key.
-        is_known: whether there was such a step before; the first may be the only one.
-        draws: draws of each step (without tasks from `in_a_row`); None if the method has to be asked.
-        draw_all: draws all that a step needs, for a method that chooses its own tasks.
-        pure: the step as a function; None until the state has settled.
-        places: where its state lives; known with ``pure``.
-        compiled: form of the data and the function compiled for it, the last used first.
-        reasons: code of the losses -> why steps with such losses run eagerly.
-        uses: number of uses since the last compilation.
-        count: number of compilations.
-        gain: their times.
-    """
-
-    def __init__(self, key: Any) -> None:
-        self.key = key
-        self.is_known = False
-        self.draws: Sequence[Any] | None = None
-        self.draw_all: Callable[[Any, Mapping[str, Tensor]], Any] | None = None
-        self.pure: PureStep | None = None
-        self.places: StatePlaces | None = None
-        self.compiled: list[tuple[Any, StepReader]] = []
-        self.reasons: dict[Any, str] = {}
-        self.uses = self.count = 0
-        self.gain = Gain()
-
-    @property
-    def is_due(self) -> bool:
-        """True if the next use is compared with an eager step: 1, 2, 4, 8, ..., and multiples of 4096."""
-        n = self.uses + 1
-        return n & (n - 1) == 0 if n < CHECKED_EVERY else n % CHECKED_EVERY == 0
-
-    @property
-    def unwatched(self) -> int:
-        """Number of uses before the next one that is compared."""
-        n = self.uses
-        after = 2 ** n.bit_length() if n < CHECKED_EVERY else CHECKED_EVERY * (n // CHECKED_EVERY + 1)
-        return after - n - 1
 
 
 class Inputs(NamedTuple):
@@ -168,20 +69,6 @@ class Inputs(NamedTuple):
     random: dict[str, Tensor]
 
 
-class Compared(NamedTuple):
-    """Results of a compiled step.
-
-    Attributes:
-        results: the results to write.
-        buffers: the module buffers after the step.
-        what: the first result that differs from the eager step; None if none does.
-    """
-
-    results: StepResults
-    buffers: Sequence[Tensor]
-    what: str | None
-
-
 class CompiledSteps:
     """Steps of an optimizer, compiled where they can be and eager otherwise.
 
@@ -195,7 +82,7 @@ class CompiledSteps:
         self._entries: list[Entry] = []  # the last used first
         self._reason = ""  # why everything runs eagerly from now on
         self._warned: set[str] = set()
-        self._names: list[str] = []
+        self._plain: itemgetter[Any] | None = None  # reads options
         self._new = 0  # steps in a row of a new kind
         self._rates: tuple[list[Any], list[Tensor]] = ([], [])
         self._most = FIRST
@@ -242,7 +129,7 @@ class CompiledSteps:
 
     def step(self, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
         """Make a step, compiled if it can be."""
-        sources = _sources(upper, lower, tasks)
+        sources = Sources.of(upper, lower, tasks)
         place = self._place(sources)
         try:
             loss = self._step(sources, update)
@@ -264,23 +151,21 @@ class CompiledSteps:
         entry = self._entry(sources, update)
         reason = self._why_eager(entry, sources)
         self._require_compiled(reason)
-        if entry is None or reason or not entry.is_known:
-            return self._noted(self._first(entry, sources, update), reason)
-        inputs = self._drawn(entry, sources)
-        if inputs is None:
-            reason = self._why_eager(entry, sources)
+        inputs = None
+        if entry is not None and entry.is_known and not reason:
+            inputs = self._drawn(entry, sources)
+            reason = self._why_eager(entry, sources) if inputs is None else ""
             self._require_compiled(reason)
-            return self._noted(self._eager(sources, update), reason)
-        if entry.pure is None or not entry.compiled or (entry.uses and entry.is_due):
+        if entry is None or inputs is None:
+            return self._noted(self._first(entry, sources, update), reason)
+        ready = self._ready(entry, inputs) if entry.compiled and entry.unwatched else None
+        if ready is None:
             return self._beside_eager(entry, inputs, update)
-        try:
-            _, program, arguments = self._ready(entry, inputs)
-        except (Unread, Refused):
-            return self._beside_eager(entry, inputs, update)
+        _, program, arguments = ready
         enabled = torch.is_grad_enabled()
         try:
             torch.set_grad_enabled(False)
-            call = program(arguments)
+            call = program(arguments) if self._moves_on_host else program.once(arguments)
             entry.uses += 1
             values, writer = call.values, program.writer
             sound = not (self.optimizer.check_finite and self._troubled(writer, values[writer.flags].tolist()))
@@ -289,7 +174,10 @@ class CompiledSteps:
         finally:
             torch.set_grad_enabled(enabled)
         loss: Tensor = values[writer.loss]
-        return loss if sound else self._eager(self._again(inputs), update, inputs.random)
+        if sound:
+            return loss
+        again = self._again(inputs)
+        return self.optimizer._eager_step(again.upper, again.lower, again.tasks, update=update, random=inputs.random)
 
     def _noted(self, loss: Tensor, reason: str) -> Tensor:
         """Report why a step was eager, and return its loss."""
@@ -319,8 +207,8 @@ class CompiledSteps:
     def _why_eager(self, entry: Entry | None, sources: Sources) -> str:
         """Return why a step with these losses runs eagerly; empty if it may be compiled."""
         if entry is not None:  # so nothing stands against all steps
-            return sources.why_eager() or (entry.reasons.get(_code(sources), "") if entry.reasons else "")
-        why, code = self._why_always(sources.tasks) or sources.why_eager(), _code(sources)
+            return sources.why_eager() or (entry.reasons.get(sources.code, "") if entry.reasons else "")
+        why, code = self._why_always(sources.tasks) or sources.why_eager(), sources.code
         # Earlier steps may have had the same losses.
         return why or next((own.reasons[code] for own in self._entries if code in own.reasons), "")
 
@@ -348,7 +236,7 @@ class CompiledSteps:
                 "its own: change them rarely (learning rates may change)"
             )
             return None
-        made = Entry(key)
+        made = Entry(key, self.settings)
         made.is_known = not self._entries and state.steps > 0 and sources.tasks is None  # the run began before
         self._entries.insert(0, made)
         del self._entries[4 * MOST :]
@@ -357,16 +245,16 @@ class CompiledSteps:
     def _options(self) -> list[Any]:
         """Return all that a user may change in a run and that decides the operations of a step."""
         own = vars(self.optimizer)
-        if not self._names:
-            self._names = [name for name, v in own.items() if isinstance(v, PLAIN) and not name.startswith("_")]
-        found = [own[name] for name in self._names]
+        if self._plain is None:
+            self._plain = itemgetter(*(name for name, v in own.items() if isinstance(v, PLAIN) and name[0] != "_"))
+        found, parameters = [self._plain(own)], list[Tensor]()
         for group in self.optimizer.param_groups:
             for name, value in group.items():
-                if name == "params":
-                    for p in value:
-                        found += (id(p), p.requires_grad, any_hooks([p]))
-                elif name not in NOT_IN_KEY:
+                if name not in NOT_IN_KEY:
                     found.append(value if isinstance(value, PLAIN) else id(value))
+            parameters += group["params"]
+            found.append(len(parameters))
+        found += (any_hooks(parameters), *[p.requires_grad for p in parameters], *map(id, parameters))
         found += map(id, self.optimizer._run_state.buffers.changing())
         for hooks in HOOKS:
             found.append(sum([getattr(hook, "__module__", "") != unnoted.__module__ for hook in [*hooks.values()]]))
@@ -417,39 +305,25 @@ class CompiledSteps:
                 "fewer terms (a larger batch_size)"
             )
         if reason:
-            entry.reasons[_code(sources)] = reason
+            entry.reasons[sources.code] = reason
         return None if reason else draws
 
     def _again(self, inputs: Inputs) -> Sources:
         """Return sources that give the same samples to an eager step."""
         sources = inputs.sources
-        data = GivenData(inputs.drawn, _functions(self.optimizer, sources), sources)
+        data = GivenData(inputs.drawn, self._functions(sources), sources)
         tasks = None if sources.tasks is None else data.sampler(sources.tasks)
         return Sources(data.objective("upper"), data.objective("lower"), tasks)
 
     # ------------------------------------------------------------------------------------------------ eager steps
 
-    def _eager(self, sources: Sources, update: bool, random: Mapping[str, Any] | None = None) -> Tensor:
-        """Make the step as it would be without compilation. Random inputs are drawn unless ``random`` has them."""
-        optimizer = self.optimizer
-        transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
-        with transaction:
-            given = optimizer._step_inputs(oracle, groups, random)
-            results = optimizer._compute(oracle, given, sources.tasks, update=update)
-            transaction.conclude()
-            transaction.commit(optimizer._step_writes(oracle, results))
-        return results.loss
-
     def _first(self, entry: Entry | None, sources: Sources, update: bool) -> Tensor:
         """Make an eager step; if others like it are to be compiled, record how they draw."""
-        if entry is None or sources.tasks is None:
-            loss = self._eager(sources, update)
-        else:
-            tasks = Recorded(sources.tasks)
-            loss = self._eager(Sources(sources.upper, sources.lower, tasks), update)
-            entry.draw_all = tasks.draws
+        tasks = sources.tasks if entry is None or sources.tasks is None else Recorded(sources.tasks)
+        loss = self.optimizer._eager_step(sources.upper, sources.lower, tasks, update=update)
         if entry is not None:
             entry.is_known = True
+            entry.draw_all = tasks.draws if isinstance(tasks, Recorded) else None
         return loss
 
     def _beside_eager(self, entry: Entry, inputs: Inputs, update: bool) -> Tensor:
@@ -460,7 +334,7 @@ class CompiledSteps:
         """
         optimizer, host, sources = self.optimizer, self._moves_on_host, self._again(inputs)
         transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
-        code, reason = _code(inputs.sources), ""
+        code, reason = inputs.sources.code, ""
         with transaction:
             began = time.perf_counter()
             given = optimizer._step_inputs(oracle, groups, inputs.random)
@@ -472,15 +346,15 @@ class CompiledSteps:
             left: Sequence[Action] = []
             try:
                 self._require_compilable(oracle)
-                if entry.pure is None:
-                    entry.pure = PureStep(optimizer, oracle, given, update and not host, buffers)
-                    entry.places = StatePlaces(optimizer, entry.pure, self._now)
-                found = self._compared(entry, inputs, state, results, oracle, eager)
-                if found.what:
-                    reason = self._reason = DIFFERS.format(found.what)
+                if not hasattr(entry, "pure"):
+                    pure = PureStep(optimizer, oracle, given, update and not host, buffers)
+                    entry.settle(pure, StatePlaces(optimizer, pure, self._now))
+                found, after, what = self._compared(entry, inputs, state, results, oracle, eager)
+                if what:
+                    reason = self._reason = DIFFERS.format(what)
                     self._entries.clear()
                 else:
-                    results, left = found.results, buffer_writes(entry.pure, found.buffers)
+                    results, left = found, buffer_writes(entry.pure, after)
             except Exception as error:
                 reason = reason_of(error)
                 if not isinstance(error, Full):
@@ -511,13 +385,13 @@ class CompiledSteps:
 
     def _compared(
         self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle, eager: float
-    ) -> Compared:
-        """Return the results of a compiled step, compiled now if need be, and what differs from the eager step.
+    ) -> tuple[StepResults, Sequence[Tensor], str | None]:
+        """Return results of a compiled step, compiled now if need be, its buffers, and what differs from the eager one.
 
         ``eager`` is the time that the eager step has taken.
         """
         given, began, graphs = self._given(inputs, state), time.perf_counter(), entry.count
-        found = self._run_or_compile(entry, given)
+        found = entry.results(given, self.graphs)
         found["flags"].tolist()  # waits for a device
         seconds = time.perf_counter() - began
         if entry.count > graphs:
@@ -527,7 +401,6 @@ class CompiledSteps:
         optimizer, settings, name, pure = self.optimizer, self.settings, self.optimizer._difference_step, entry.pure
         divisor = 1.0 if name is None else min(getattr(optimizer, name), 1.0)
         accepted = Accepted(settings.rtol, settings.atol, divisor)
-        assert pure is not None
         results = partial(results_of, table_of=partial(table_at, optimizer, pure))
         tables = {id(t): name for entries in optimizer.state.values() for name, t in entries.items()}
 
@@ -540,9 +413,10 @@ class CompiledSteps:
             what = mismatch(right, made, oracle.x, oracle.y, accepted, part)
             if what is not None:  # it may be a small difference of large terms, as near a solution
                 moved = given.at(x=perturbed_by_rounding(state["x"]), y=perturbed_by_rounding(state["y"]))
-                otherwise = self._run_known(entry, moved)
-                what = mismatch(right, made, oracle.x, oracle.y, accepted, part, results(otherwise))
-        return Compared(made, found["buffers"], what)
+                otherwise = entry.known(moved)
+                other = None if otherwise is None else results(otherwise)
+                what = mismatch(right, made, oracle.x, oracle.y, accepted, part, other)
+        return made, found["buffers"], what
 
     def _weigh(self, gain: Gain, eager: float, compiled: float) -> None:
         """Note the times of a step that was made both ways; once they are enough, the gain is told after the step."""
@@ -552,107 +426,33 @@ class CompiledSteps:
 
     # ------------------------------------------------------------------------------------------------ programs
 
+    def _functions(self, sources: Sources) -> dict[str, Any]:
+        """Return the user's functions that a step evaluates, by role, and the number of terms of each loss."""
+        found, optimizer = sources.functions, self.optimizer
+        if optimizer._limits.projection is not None:
+            found["projection"] = optimizer._limits.projection
+        if sources.tasks is not None and optimizer.lower_init is not None:
+            found["start"] = optimizer.lower_init
+        return found
+
     def _given(self, inputs: Inputs, state: State) -> Given:
         """Return the arguments of a step."""
         sources = inputs.sources
-        return Given(_functions(self.optimizer, sources), sources.tasks, inputs.drawn, inputs.random, state)
+        return Given(self._functions(sources), sources.tasks, inputs.drawn, inputs.random, state)
 
-    def _ready(self, entry: Entry, inputs: Inputs) -> tuple[StepReader, StepProgram, list[Tensor]]:
-        """Return a program for the next step with its reader and its arguments; raise `Unread` if none fits."""
-        assert entry.places is not None
+    def _ready(self, entry: Entry, inputs: Inputs) -> tuple[StepReader, StepProgram, list[Tensor]] | None:
+        """Return a program for the next step with its reader and its arguments; None if none fits."""
         tensors: list[Tensor] = []
-        data = form_of((inputs.drawn, inputs.random), tensors)
+        try:
+            data = form_of((inputs.drawn, inputs.random), tensors)
+        except Refused:
+            return None
         state, form = entry.places.read()
-        reader = self._reader(entry, (data, form))
-        program, reads = self._read_by(reader, _functions(self.optimizer, inputs.sources))
+        found = entry.find((data, form), self._functions(inputs.sources))
+        if found is None:
+            return None
+        reader, program, reads = found
         return reader, program, [*reads, *tensors, *state]
-
-    def _reader(self, entry: Entry, form: Any) -> StepReader:
-        """Return the reader for data and a state of this form; raise `Unread` if there is none."""
-        for i, (own, reader) in enumerate(entry.compiled):
-            if own == form:
-                if i:
-                    entry.compiled.pop(i)
-                    entry.compiled.insert(0, (form, reader))
-                else:
-                    entry.compiled[0] = form, reader  # the next form shares objects with this one
-                return reader
-        raise Unread
-
-    def _read_by(self, reader: StepReader, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]]:
-        """Return the program for what the losses read at present, and that; raise `Unread` if none fits."""
-        try:
-            return reader.known(losses)
-        except Unread:
-            raise
-        except Exception as error:  # the losses have changed in a way that torch's guards do not see
-            raise Unread from error
-
-    def _run_known(self, entry: Entry, given: Given) -> dict[str, Any]:
-        """Run a compiled program for this step, without gradients; raise `Unread` if none fits."""
-        program, reads = self._read_by(self._reader(entry, given.form), given.losses)
-        return program.results(program([*reads, *given.tensors]))
-
-    def _run_or_compile(self, entry: Entry, given: Given) -> dict[str, Any]:
-        """Run a compiled program for this step; compile it now if none fits."""
-        try:
-            if entry.compiled:
-                with torch.no_grad():
-                    results = self._run_known(entry, given)
-                entry.uses += 1
-                return results
-        except Unread:
-            pass
-        if self.graphs >= MOST:
-            raise Full(FULL)
-        assert entry.pure is not None
-        form = given.form
-        known = next((reader for own, reader in entry.compiled if own == form), None)
-        if known is not None and known.compilations >= MOST_ALIKE:
-            raise Refused(
-                f"a loss reads a value that keeps changing, and none of {MOST_ALIKE} graphs is for the present one: "
-                "make it a tensor, which is an input of a graph"
-            )
-        settings = self.settings
-        backend = maker_of(settings.backend, settings.mode, settings.options)
-        reader = known or StepReader(entry.pure, backend, constant=False)
-        try:
-            results = self._compile(entry.pure, reader, given)
-        except Exception as error:
-            if reader.constant or not (known or _wants_constants(error)):
-                raise
-            reader = StepReader(entry.pure, backend, constant=True)
-            results = self._compile(entry.pure, reader, given)
-        entry.compiled = [(form, reader), *(pair for pair in entry.compiled if pair[0] != form)]
-        entry.count, entry.uses = entry.count + 1, 1
-        return results
-
-    def _compile(self, pure: PureStep, reader: StepReader, given: Given) -> dict[str, Any]:
-        """Compile a step, and return its results."""
-        before, constant = python_random.getstate(), reader.constant
-        settings = {**SETTINGS, "automatic_dynamic_shapes": not constant, "specialize_float": constant}
-        try:
-            with (
-                unnoted(),
-                hold_tracing_lock(),
-                gradients_aside([*pure.live_x, *pure.live_y]),
-                dynamo.config.patch(**settings),
-                warnings.catch_warnings(),
-                preserve_rng(pure.live_y[0].device),
-                sdpa_kernel(SDPBackend.MATH) if pure.differentiates_twice else nullcontext(),
-                torch.no_grad(),
-            ):
-                warnings.simplefilter("always")
-                warnings.showwarning = require_no_effects
-                program, arguments = reader.compile(given)
-                return program.results(program(arguments))
-        except Unread:
-            raise Refused(
-                "torch.compile is switched off here, or a torch dispatch mode is on: look for torch.compiler.disable, "
-                "TORCH_COMPILE_DISABLE, or a with block"
-            ) from None
-        finally:
-            python_random.setstate(before)
 
     def _read(self, inputs: StepInputs, oracle: Oracle, buffers: Sequence[Tensor]) -> State:
         """Return the state that an eager step reads, from its inputs and oracle."""
@@ -702,7 +502,6 @@ class CompiledSteps:
         writes = writer.writes(optimizer, values, after)
         if update and self._moves_on_host:
             pure = entry.pure
-            assert pure is not None
             estimate, _ = results_of(program.results(call), partial(table_at, optimizer, pure))
             writes += optimizer._update_writes_after(estimate, pure.live_x, pure.live_y)
         make(writes)
@@ -719,7 +518,7 @@ class CompiledSteps:
             found = None
             if not (optimizer._finished() or has_hooks(optimizer) or optimizer._sets_below(tasks)):
                 with optimizer._turn:
-                    found = self._run_chain(_sources(upper, lower, tasks), min(steps - done, self._most))
+                    found = self._run_chain(Sources.of(upper, lower, tasks), min(steps - done, self._most))
             if found is not None:
                 optimizer._watch_losses(found, moves=True)
             losses.append(one().reshape(1) if found is None else found)
@@ -729,7 +528,7 @@ class CompiledSteps:
     def _run_chain(self, sources: Sources, most: int) -> Tensor | None:
         """Return losses of steps that are written at the end only; None if the next step is made by itself."""
         optimizer, entry = self.optimizer, self._entry(sources, True)
-        if entry is None or entry.pure is None or not entry.compiled or self._why_eager(entry, sources):
+        if entry is None or not entry.compiled or self._why_eager(entry, sources):
             return None
         if self._moves_on_host or not sources.are_lists or not entry.compiled[0][1].may_follow:
             return None
@@ -755,16 +554,13 @@ class CompiledSteps:
     def _follow_chain(self, entry: Entry, sources: Sources, most: int) -> Tensor | None:
         """Run at most ``most`` steps as a chain, and write the last; return the losses of those that passed, if any."""
         optimizer, pure = self.optimizer, entry.pure
-        assert pure is not None
         place, inputs = self._place(sources), self._drawn(entry, sources)
-        if inputs is None:
+        ready = None if inputs is None else self._ready(entry, inputs)
+        if inputs is None or ready is None:
             return None
-        try:
-            with torch.no_grad():
-                reader, program, arguments = self._ready(entry, inputs)
-                first = program(arguments)
-        except (Unread, Refused):
-            return None
+        reader, program, arguments = ready
+        with torch.no_grad():
+            first = program(arguments)
         chain = self._chain(reader, program, first, inputs)
         if chain is None or chain.shares_memory(first, [*pure.live_x, *pure.live_y, *pure.buffers]):
             return None
@@ -841,36 +637,3 @@ class Positions(NamedTuple):
     marks: list[tuple[Any, ...]]
     own: Tensor | None
     default: Tensor | None
-
-
-def _functions(optimizer: Method, sources: Sources) -> dict[str, Any]:
-    """Return the user's functions that a step evaluates, by role, and the number of terms of each loss."""
-    found: dict[str, Any] = {}
-    for level, objective in sources.objectives.items():
-        found[level] = objective.loss
-        if objective.features is not None:
-            found[f"{level} features"] = objective.features
-            if hasattr(objective.features, "stacked"):
-                found[f"{level} features stacked"] = objective.features.stacked
-        if objective.terms is not None:
-            found[f"{level} terms"] = objective.terms
-    if optimizer._limits.projection is not None:
-        found["projection"] = optimizer._limits.projection
-    if sources.tasks is not None and optimizer.lower_init is not None:
-        found["start"] = optimizer.lower_init
-    return found
-
-
-def _code(sources: Sources) -> tuple[Any, ...]:
-    """Cache key for losses that may be new objects at each step."""
-    functions = (f for o in sources.objectives.values() for f in (o.loss, o.features))
-    return tuple([getattr(function, "__code__", None) or type(function) for function in functions])
-
-
-def _wants_constants(error: Exception) -> bool:
-    return isinstance(getattr(error, "inner_exception", error), WantsConstants)
-
-
-def _sources(upper: Loss | None, lower: Loss | None, tasks: Any) -> Sources:
-    f = None if upper is None else as_objective(upper, "upper")
-    return Sources(f, None if lower is None else as_objective(lower, "lower"), tasks)

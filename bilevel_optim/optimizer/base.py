@@ -393,7 +393,8 @@ class BilevelOptimizer(Method):
             >>> round(x.item(), 4), optimizer.diagnostics.get("compile_fallback")
             (1.0, None)
         """
-        from ..compiled.steps import CompiledSteps, Settings
+        from ..compiled.entry import Settings
+        from ..compiled.steps import CompiledSteps
 
         captured = CompiledSteps(self, Settings(fullgraph, dynamic, backend, mode, options, rtol, atol))
         captured.say_why_eager()

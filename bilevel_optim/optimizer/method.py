@@ -254,8 +254,10 @@ class Method(Options, Optimizer, ABC):
             before = [Vector(self.parameters(level)).detach().clone() for level in LEVELS] if look else []
             put_back, done = self._set_below() if self._sets_below(tasks) else None, self._run_state.steps
             try:
-                step = self._step_eagerly if self._captured is None else self._captured.step
-                loss: Tensor = step(upper, lower, tasks, update)
+                if self._captured is None:
+                    loss = self._eager_step(upper, lower, tasks, update=update)
+                else:
+                    loss = self._captured.step(upper, lower, tasks, update)
             except BaseException as error:
                 if put_back is not None and self._run_state.steps == done:  # else an interrupt has waited for the step
                     put_back()
@@ -272,11 +274,19 @@ class Method(Options, Optimizer, ABC):
                 self._watch_moves(float(loss), before)
             return loss
 
-    def _step_eagerly(self, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
-        """Compute a step and write its results."""
+    def _eager_step(
+        self,
+        upper: Loss | None,
+        lower: Loss | None,
+        tasks: Any,
+        *,
+        update: bool,
+        random: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Make a step without compilation. Random inputs are drawn unless ``random`` has them."""
         transaction, oracle, groups = self._open_step(upper, lower)
         with transaction:
-            inputs = self._step_inputs(oracle, groups)
+            inputs = self._step_inputs(oracle, groups, random)
             results = self._compute(oracle, inputs, tasks, update=update)
             transaction.conclude()
             transaction.commit(self._step_writes(oracle, results), undo_of(self.state, oracle.live_x, oracle.live_y))

@@ -6,14 +6,12 @@ and groups), needs a whole step.
 """
 
 import random
-from types import SimpleNamespace
 
 import torch
 
+from bilevel_optim.compiled.entry import Entry, Settings
 from bilevel_optim.compiled.program import Given
-from bilevel_optim.compiled.reading import Unread
 from bilevel_optim.compiled.reasons import reason_of
-from bilevel_optim.compiled.steps import CompiledSteps, Entry, Settings
 from bilevel_optim.oracle.substitution import Substitution
 
 
@@ -61,33 +59,28 @@ def noticed(make):
     made = make(x, y)
     loss, change, net = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
     step = Gradient([x], [y, *([] if net is None else net.parameters())])
-    entry = Entry(None)
-    entry.pure = step
+    entry = Entry(None, Settings(backend="eager"))
+    entry.settle(step, None)
     state = {**NOTHING, "x": [x.detach().clone()], "y": [t.detach().clone() for t in step.live_y]}
     given = Given({"lower": loss}, None, {}, {}, state)
-    compiled = CompiledSteps(SimpleNamespace(), Settings(backend="eager"))
 
     def right():
         value = loss()
         return value.detach(), torch.autograd.grad(value, step.live_y, allow_unused=True)
 
     def known():
-        with torch.no_grad():
-            found = compiled._run_known(entry, given)
-        return found["loss"], found["gradients"]
+        found = entry.known(given)
+        return None if found is None else (found["loss"], found["gradients"])
 
     try:
         right()  # as the first step, which is eager
-        compiled._run_or_compile(entry, given)
+        entry.results(given, 0)
         assert same(known(), right())
         if change is None:
             return "value"
         change()
         found = known()
-        return "value" if same(found, right()) else "stale"
-    except Unread:
-        assert entry.compiled, "a graph does not fit the step that it was made of"
-        return "new graph"
+        return "new graph" if found is None else "value" if same(found, right()) else "stale"
     except AssertionError:
         raise
     except Exception as error:

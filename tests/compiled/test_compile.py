@@ -674,7 +674,7 @@ def test_losses_that_vmap_cannot_run_are_captured_as_a_loop():
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_shapes_are_captured_a_bounded_number_of_times(strict, monkeypatch):
-    monkeypatch.setattr("bilevel_optim.compiled.steps.MOST", 4)
+    monkeypatch.setattr("bilevel_optim.compiled.entry.MOST", 4)
     x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     optimizer = bo.SOBA([x], [y], lr=0.01, lower_lr=0.1)
     optimizer.compile(backend="eager", fullgraph=strict)

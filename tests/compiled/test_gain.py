@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.compiled import backend, steps
+from bilevel_optim.compiled import backend, entry, steps
 
 NOT = "a compiled step takes 9.5 ms, an eager one 10 ms, so the 9 s of compilation do not pay"
 WARNING = f"compiled steps are not faster: {NOT}. Leave out compile()"
@@ -24,7 +24,7 @@ def step(monkeypatch):
         readings = [0.0, 0.02, 0.0, 9.0, *(t for eager, own in both for t in (0.0, eager, 0.0, own))]
         clock = itertools.chain(readings, itertools.repeat(0.0))
         monkeypatch.setattr(steps.time, "perf_counter", lambda: next(clock))
-        monkeypatch.setattr(steps, "maker_of", lambda *_: backend.maker_of("eager", None, None))
+        monkeypatch.setattr(entry, "maker_of", lambda *_: backend.maker_of("eager", None, None))
         x, y = torch.tensor([0.5], requires_grad=True), torch.tensor([0.1], requires_grad=True)
         optimizer = bo.SOBA([x], [y], lr=0.01, lower_lr=0.1)
         optimizer.compile()

@@ -8,7 +8,7 @@ from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import bilevel_optim as bo
-from bilevel_optim.compiled import repeats, steps
+from bilevel_optim.compiled import entry, repeats
 from bilevel_optim.compiled.backend import Program
 from bilevel_optim.compiled.repeats import TIMES, fold_repeats
 from bilevel_optim.compiled.small_cpu import CallList
@@ -203,7 +203,7 @@ def test_steps_with_folded_graphs_are_eager_steps(kind, options, monkeypatch):
 
         return made
 
-    monkeypatch.setattr(steps, "maker_of", maker)
+    monkeypatch.setattr(entry, "maker_of", maker)
     right, own = trained(kind, options, compiled=False), trained(kind, options, compiled=True)
     assert folded[0] >= (TIMES if kind in (bo.F2SA, bo.PZOBO) else 2 * TIMES)
     torch.testing.assert_close(own, right, rtol=1e-10, atol=1e-12)
