@@ -352,7 +352,7 @@ def test_a_comparison_is_made_once(command, tmp_path, capsys, monkeypatch):
     assert len(saved["runs"]) == 7
     assert sorted(r["seed"] for r in tested) == [0, 0, 1]
     assert all(r["test"]["episodes"] == 6 for r in tested)
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 7
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 7 - len(tested)  # those of finished runs are removed
     del made[:]
     compare.main(arguments)
     assert not made
@@ -361,6 +361,20 @@ def test_a_comparison_is_made_once(command, tmp_path, capsys, monkeypatch):
     assert "seconds to a validation accuracy" in out
     with pytest.raises(SystemExit, match="is of other settings"):
         compare.main([*arguments, "--episodes", "4"])
+
+
+def test_jobs_of_one_comparison_share_their_records(command, tmp_path, monkeypatch):
+    """Seed 0 of all learners, then more seeds: each search and run is made once, and leaves no checkpoint."""
+    shared = [*command, "--learners", "protonet", "fomaml", "--share", "0.5", "--most", "3"]
+    made = []
+    one = compare.one
+    monkeypatch.setattr(compare, "one", lambda *a, **k: made.append(a[0].steps) or one(*a, **k))
+    assert compare.main([*shared, "--seeds", "1"])["done"]
+    assert made == [1, 1, 1, 2] * 2  # three rates with half the budget, the best with the whole
+    del made[:]
+    assert compare.main([*shared, "--seeds", "2", "--best", "1"])["done"]
+    assert made == [2]
+    assert not [*(tmp_path / "checkpoints").iterdir()]
 
 
 def test_the_program_trains_and_resumes(command, tmp_path, capsys):
