@@ -53,7 +53,7 @@ class Job(NamedTuple):
     data: str = ""
 
 
-# All methods with one seed come before more seeds, and what is expensive comes last. Jobs that differ in learners and
+# All methods with one seed come before more seeds, and expensive runs come last. Jobs that differ in learners and
 # seeds alone share their records.
 QUEUE = {
     "omniglot-5": Job(compare.main, 5.3, f"{OMNIGLOT} --seeds 1 {LEARNERS}", "omniglot"),
