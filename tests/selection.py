@@ -6,11 +6,13 @@ every third of these rows; which third depends on the test, so that each kind ru
 ``@pytest.mark.every_row`` keeps all rows, because a row has its own truth there;
 ``@pytest.mark.usually("a", "b")`` keeps the cases of these ids, or with a parameter of one of these names.
 ``@pytest.mark.few(n)`` keeps n cases, evenly spread, where all share their code. The markers and ``FOLDERS`` decide
-alone: a test needs no other way to be short.
+alone: a test needs no other way to be short. Of the doctests of methods, those of ``MAIN`` run.
 """
 
 from collections import Counter, defaultdict
 from zlib import crc32
+
+from bilevel_optim.optimizer.declaration import methods
 
 FOLDERS = ("compiled", "faults", "generic")
 THINNED = ("faults", "generic")
@@ -33,7 +35,13 @@ def left_out(items):
         if hasattr(item, "callspec") and not is_slow(item):
             cases[item.path, item.originalname].append(item)
     kept = {id(case) for own in cases.values() for case in _kept(own)}
-    return [case for own in cases.values() for case in own if id(case) not in kept]
+    return [case for own in cases.values() for case in own if id(case) not in kept] + [*filter(_is_long, items)]
+
+
+def _is_long(item):
+    """Return whether an item is the example of a method that is not in ``MAIN``; many make a thousand steps."""
+    module, _, name = item.name.rpartition(".")
+    return module.startswith("bilevel_optim.methods.") and name in methods() and name not in MAIN
 
 
 def _kept(cases):

@@ -29,7 +29,7 @@ from recipes import (
     meta_classification,
     saddle_escape,
 )
-from recipes.benchmarks import conditioning, contextual, difference_steps, many_tasks, overhead
+from recipes.benchmarks import conditioning, contextual, difference_steps, many_tasks, overhead, warm_starts
 from recipes.common import Parser, progress, rows, spend, summary, table, train, tuned
 from recipes.problems import few_images, kernel_machine, suspects
 from recipes.problems.newsgroups import SparseFeatures, load_newsgroups
@@ -408,16 +408,19 @@ def run(tmp_path, monkeypatch, capsys, request):
     return call
 
 
-# Programs that other tests run too (audits, searches without time, jobs), or whose parts they test (kernels).
+# Programs that other tests run too (audits, searches without time, jobs), or whose parts they test (kernels), and
+# programs of which the test expects lines alone.
 LONG = ("audit_labels", "hanging_net", "length_scales", "three_jobs", "tolls")
+LONG += ("benchmarks.paths", "benchmarks.step_parts", "benchmarks.step_path")
 # What replaces their arguments without --slow.
 SHORTER = {
     "hyper_cleaning": "--steps 8 --optimizer aid f2sa",
     "learn_to_regularize": "--steps 6 --optimizer rahgd aid-nesterov ba f2sa-2 first-order",
     "saddle_escape": "--seeds 1 --steps 100 --optimizer pragda gda,_lr_1",
     "meta_classification": "--steps 6 --tasks 2 --levels 2 --optimizer rt-mlmc maml",
-    "transfer": "--steps 1 --seeds 1 --most 3 --cases wrong new --arms untrained ITD",
-    "benchmarks.paths": "--directions 1 --chunk 1 --repeats 1",
+    "transfer": "--steps 1 --seeds 1 --most 3 --cases wrong --arms untrained ITD",
+    "newsvendor": "--steps 12 --levels 2 --price 10 --test-points 1000 --optimizer erm rt-mlmc wdro",
+    "hyper_representation": "--steps 25 --seeds 2 --optimizer aid-fp pzobo-code",
 }
 
 
@@ -427,6 +430,7 @@ def test_program(name, run, tmp_path, request, monkeypatch):
     arguments, stem, check = RUNS[name]
     if not request.config.getoption("--slow"):
         arguments = SHORTER.get(name, arguments)
+        monkeypatch.setattr(warm_starts, "PACES", {pace: warm_starts.PACES[pace] for pace in ("still", "slow")})
         monkeypatch.setattr(difference_steps, "ORDERS", (1,))
         monkeypatch.setattr(difference_steps, "STEPS", 50)
         monkeypatch.setitem(difference_steps.PRECISIONS, "float32", (torch.float32, -4.5, -2.5))
@@ -527,7 +531,7 @@ def test_captured_steps_in_the_recipes(run, monkeypatch):
     function = bo.BilevelOptimizer.compile
     monkeypatch.setattr(bo.BilevelOptimizer, "compile", compile)
     (eager, _), (again, _) = (
-        run("hyper_cleaning", f"--steps 6 --lower-steps 4 --optimizer aid {flag}") for flag in ("", "--compile")
+        run("hyper_cleaning", f"--steps 3 --lower-steps 2 --optimizer aid {flag}") for flag in ("", "--compile")
     )
     assert len(captured) == captured[0].captured_graphs == 1
     found, known = (numbers["results"]["aid"] for numbers in (again, eager))
@@ -798,7 +802,7 @@ def test_an_audit_of_a_table_of_your_own(tmp_path, run):
             lines.append(f"{rng.normal(i % 2):.3f},{('black', 'brown')[i % 2]},no {i},{shown}")
         (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
     own = f"--table {tmp_path}/all.csv --trusted {tmp_path}/checked.csv --test {tmp_path}/later.csv"
-    numbers, printed = run("audit_labels", f"{own} --label kind --steps 60 --methods small-loss weights")
+    numbers, printed = run("audit_labels", f"{own} --label kind --steps 30 --methods small-loss weights")
     assert "Column id is left out" in printed.out
     assert numbers["results"]["none"]["weights"]["own accuracy"] == [1]
     with (tmp_path / "audit_labels_all_none_weights.csv").open() as file:

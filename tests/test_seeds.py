@@ -134,13 +134,13 @@ def one_run(experiment):
 DIFFERENT = {(function_of(e), e.scales["smoke"].get("data")): e.id for e in [*EXPERIMENTS.values()][::-1]}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", sorted(set(DIFFERENT.values())))
 def test_no_experiment_starts_at_its_answer(name, monkeypatch):
     checked(monkeypatch, lambda: one_run(EXPERIMENTS[name]))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_recipe_starts_at_its_answer(name, monkeypatch, tmp_path, capsys):
     module = importlib.import_module(f"recipes.{name}")

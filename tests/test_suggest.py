@@ -88,13 +88,14 @@ def penalized():
 
 @pytest.mark.filterwarnings("ignore:nu=")  # in proportion to the size of g
 @pytest.mark.parametrize("scale", [1e-3, pytest.param(1e3, marks=pytest.mark.slow)])
-def test_settings_reach_the_reported_values(scale, monkeypatch):
+def test_settings_reach_the_reported_values(scale, monkeypatch, request):
     """At any size of g; a run of what `make` builds is the trial again, and three times the rate is stable too."""
     monkeypatch.setattr(module, "RATES", RATES)
+    some = {} if request.config.getoption("--slow") else {"methods": ("AID", "ITD")}
     problem = scaled(10.0, scale)
     x, y = problem.x[0], problem.y[0]
     f = lambda: (y - 1).square().sum() / 2 + x.square().sum() / 100  # noqa: E731
-    suggestion = suggest([x], [y], f, problem.lower)
+    suggestion = suggest([x], [y], f, problem.lower, **some)
     assert suggestion.smallest == pytest.approx(scale, rel=1e-6)
     assert suggestion.largest == pytest.approx(10.0 * scale, rel=1e-6)
     assert suggestion.lower_noise == suggestion.upper_noise == 0.0
@@ -256,7 +257,7 @@ def test_a_product_with_second_derivatives_costs_two_gradients():
     assert gradients_of(optimizer) == 4 + 1 + 2 * (counts["hvp"] + 1)
 
 
-@pytest.mark.parametrize("looks", [0, 40, 150, 250])
+@pytest.mark.parametrize("looks", [0, 40, *(pytest.param(n, marks=pytest.mark.slow) for n in (150, 250))])
 def test_there_is_an_end(monkeypatch, looks):
     """Whenever the time ends, suggestions work, and the other methods have a reason."""
     x, y, f, g = penalized()

@@ -153,7 +153,7 @@ class Gathered:
     def gathered(vector: Sequence[Tensor], like: Sequence[Tensor]) -> Vector:
         """Return a vector in full, for derivatives in the full parameters ``like``."""
         return Vector(
-            v.full_tensor().to(full.dtype) if is_sharded(v) and not is_sharded(full) else v  # type: ignore[attr-defined]
+            v.full_tensor() if is_sharded(v) and not is_sharded(full) else v  # type: ignore[attr-defined]
             for v, full in zip(vector, like, strict=True)
         )
 

@@ -62,8 +62,8 @@ def experiment(order: int) -> Experiment:
         score="slope of log error against log nu",
         unit="estimates",
         scales={
-            name: {"budget": 1, "seeds": seeds, "nu": nu, "lower_steps": 120}
-            for name, seeds in (("smoke", 3), ("cpu", 10), ("full", 20))
+            name: {"budget": 1, "seeds": seeds, "nu": nu, "lower_steps": steps}
+            for name, seeds, steps in (("smoke", 3, 70), ("cpu", 10, 120), ("full", 20, 120))
         },
         departures=("random problems of 6 variables, with a quartic in f",),
     )

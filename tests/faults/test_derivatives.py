@@ -1,5 +1,8 @@
 """The first step finds derivatives of the losses that are not those of their values, and accuses no right ones."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -305,6 +308,23 @@ def test_nothing_else_changes():
         ends.append((optimizer.oracle_counts, position, torch.rand(1), x.detach(), *net.state_dict().values()))
     for a, b in zip(*ends, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+DRAWS = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(())}  # noqa: NPY002
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_random_numbers_go_on_as_without_the_check(kind):
+    """Those that the losses draw, also beside torch."""
+    ends = []
+    for check in (True, False):
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)  # noqa: NPY002
+        x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+        optimizer = method("AID", [x], [y], check_derivatives=check)
+        draw = DRAWS[kind]
+        optimizer.step(lambda y=y: (y - 1).square().sum() + draw(), lambda x=x, y=y: (y - x).square().sum() + draw())
+        ends.append((random.random(), np.random.rand(), float(torch.rand(()))))  # noqa: NPY002
+    assert ends[0] == ends[1]
 
 
 def test_only_new_losses_are_checked(monkeypatch):

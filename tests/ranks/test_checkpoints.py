@@ -41,9 +41,7 @@ KINDS = {
     "rows, RSVRB": (None, bo.RSVRB, {"task_batch": 3}),
     "rows, free": (None, bo.RSVRB, {"task_batch": 3, "variant": "matrix_free"}),
 }
-FEW = (
-    "DDP, F2SA", "DDP, PRAHGD", "DDP, MAML", "FSDP2, F2SA", "FSDP2, AID", "FSDP2, SOBA", "rows, free",
-)  # fmt: skip
+FEW = ("DDP, PRAHGD", "DDP, MAML", "FSDP2, F2SA", "FSDP2, SOBA", "rows, free")
 CELLS = [tuple(kind.split(", ")) for kind in KINDS]
 
 
