@@ -89,7 +89,8 @@ def measured(figures: Mapping[str, Any], above: int = -1) -> dict[str, Any]:
     """Compute diagnostics that are kept as vectors, if these have more than ``above`` entries together."""
     kept = {name: Later(Vector.norm, (value,)) for name, value in figures.items() if type(value) is Vector}
     kept |= {name: value for name, value in figures.items() if type(value) is Later}
-    if not kept or sum([t.numel() for one in kept.values() for vector in one.vectors for t in vector]) <= above:
+    entries = {id(t): t.numel() for one in kept.values() for vector in one.vectors for t in vector}
+    if not kept or sum(entries.values()) <= above:
         return {**figures}
     with torch.set_grad_enabled(False):
         return {**figures, **{name: one.function(*one.vectors) for name, one in kept.items()}}

@@ -44,7 +44,8 @@ def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:
             held, ledger.peak = ledger.bytes(), 0
             optimizer.backward(upper, lower)
     return {
-        "parameters": sum(p.numel() for p in (x, *model.parameters())),
+        "upper": x.numel(),
+        "lower": sum(p.numel() for p in model.parameters()),
         "state": held / whole,
         "peak": ledger.peak / whole,
         "sent": {k: v / whole for k, v in ledger.sent.items() if v > whole / 100},
@@ -55,15 +56,16 @@ def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:
 # Tensors of the size of the parameters that stay between steps: parameters, Adam's two moments for each copy of them,
 # the method's state.
 STATE = {"f2sa": 1 + 2 + 4, "aid": 1 + 2 + 1, "soba": 1 + 2 + 1, "first-order": 1 + 2}
-UNREAD = 1 << 16  # most entries of the vectors that stand for their norms among the diagnostics until they are read
+UNREAD = 1 << 16  # most entries of the vectors that stay until diagnostics are computed from them, when they are read
 
 
-def state(name: str, parameters: int) -> int:
-    """Return how many tensors of the size of the lower parameters stay between steps; ``parameters``: of both levels.
+def state(name: str, upper: int, lower: int) -> int:
+    """Return how many tensors of the size of the lower parameters stay between steps, for parameters of each level.
 
-    Of small models ``AID`` also keeps its last lower gradient, to compute the norm only if the diagnostics are read.
+    Of small models ``AID`` also keeps its last lower gradient and the product of the Hessian with v, to compute
+    diagnostics from them, v and the hypergradient only if they are read.
     """
-    return STATE[name] + (name == "aid" and parameters <= UNREAD)
+    return STATE[name] + (2 if name == "aid" and 3 * lower + upper <= UNREAD else 0)
 
 
 def gradients(name: str, lower_steps: int, sharded: bool) -> int:
@@ -94,7 +96,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for name in progress(args.optimizer, "measure", disable=True if ranks.rank else None):
         r = measured(name, args, ranks)
         sends = gradients(name, args.lower_steps, args.parallel == "fsdp") if ranks.group is not None else 0
-        results[name] = {**r, "state, worked out": state(name, r["parameters"]) / shards, "gradients": sends}
+        results[name] = {**r, "state, worked out": state(name, r["upper"], r["lower"]) / shards, "gradients": sends}
     if ranks.rank:
         return results
     show(
