@@ -219,8 +219,9 @@ def _shortened(text: str | None) -> str:
 
 
 def _device_of(group: Any) -> torch.device:
-    """Return the default device of a group's exchanges."""
-    return torch.device("cpu") if "gloo" in str(dist.get_backend(group)) else torch.device("cuda")
+    """Return a device of a group's exchanges: the CPU, if the group has it."""
+    devices = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
+    return torch.device("cpu" if "cpu" in devices else devices[0])
 
 
 def _mark(tensor: Tensor, piece: int = 2**22) -> Tensor:

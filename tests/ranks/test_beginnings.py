@@ -218,3 +218,17 @@ def test_ranks_that_differ(results):
             assert f"process_group hold different values of {level} parameter 0, so" in message
         for row in DRAWING:
             assert same(results[0]["uneven"][row.name], ends[row.name]), row.name
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_a_group_of_any_backend_begins_a_step(backend):
+    """Torch's default is a backend for each device of the machine, whose name is "undefined"."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+        rates = {"lr": 0.1, "lower_lr": 0.5, "lower_steps": 1}
+        optimizer = bo.AID([x], [y], **rates, process_group=dist.group.WORLD)
+        optimizer.backward(lambda: y.sum(), lambda: (y - x).square().sum() / 2)
+        assert x.grad.tolist() == [1.0, 1.0]
+    finally:
+        dist.destroy_process_group()
