@@ -127,6 +127,7 @@ def test_two_differences_show_a_nu_that_is_too_large(order):
     assert optimizer.metrics()["difference_gap"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.usually("2-10", "2-400", "4-50")
 @pytest.mark.parametrize("steps", [10, 50, 400])
 @pytest.mark.parametrize("order", [2, 4])
 def test_copies_that_leave_a_saddle_are_told(order, steps):

@@ -13,7 +13,8 @@ import bilevel_optim as bo
 from recipes.few_shot.data.pickles import unpickled
 
 from .problems import values
-from .registry import ARGUMENTS, each
+from .registry import ARGUMENTS, ROWS, each
+from .selection import main_rows
 
 ROOT = Path(__file__).parent.parent
 PATHS = [
@@ -58,6 +59,7 @@ def test_nothing_is_unpickled_and_nothing_evaluated(path):
             assert options["allow_pickle"] == "False", path
 
 
+@pytest.mark.usually(*main_rows(ROWS))
 @each()
 def test_checkpoints_load_with_weights_only(row):
     """Nothing in the file of any method asks for a function that torch does not know to be safe."""

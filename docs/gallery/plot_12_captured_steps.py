@@ -18,7 +18,7 @@ from torch.nn.functional import softplus
 import bilevel_optim as bo
 
 smoke = "SMOKE" in os.environ
-backend, repeats, several = ("eager", 1, 8) if smoke else ("inductor", 30, 32)
+backend, repeats, several = ("eager", 1, 4) if smoke else ("inductor", 30, 32)
 torch.manual_seed(0)
 inputs, targets = torch.randn(64, 22), torch.randn(64).sign()
 held, held_targets = torch.randn(64, 22), torch.randn(64).sign()
