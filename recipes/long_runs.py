@@ -5,7 +5,8 @@
 
 DIR has a folder for each data set: ``omniglot``, ``cifar_fs``, ``mnist`` (see `recipes.few_shot` for their contents).
 Every finished run is written to the records of its comparison at once, and a run goes on from its last checkpoint,
-at most a minute old: the program may be killed and started again at any time.
+at most a minute old: the program may be killed and started again at any time. `recipes.few_shot.tables` writes the
+tables of the few-shot runs.
 """
 
 from __future__ import annotations

@@ -852,7 +852,7 @@ def test_help_of_every_program(name, capsys):
 
 
 OTHERS = ("data_mixing.__main__", "data_mixing.cost", "few_shot.__main__", "few_shot.compare", "few_shot.benchmark")
-OTHERS += ("papers.__main__",)
+OTHERS += ("few_shot.tables", "papers.__main__")
 
 
 def arguments_of(name, monkeypatch):

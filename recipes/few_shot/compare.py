@@ -39,15 +39,16 @@ class Records:
 
     Args:
         path: the file.
-        facts: settings shared by all runs; a file with other facts is refused.
+        facts: settings shared by all runs; a file with other facts is refused. None: those of the file.
     """
 
-    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
-        self.path, self.facts = path, facts
+    def __init__(self, path: Path, facts: dict[str, Any] | None = None) -> None:
+        self.path, self.facts = path, facts or {}
         self.runs: list[Run] = []
         if path.exists():
             saved = json.loads(path.read_text())
-            if saved["facts"] != facts:
+            self.facts = facts or saved["facts"]
+            if saved["facts"] != self.facts:
                 raise SystemExit(f"{path} is of other settings: {saved['facts']}, not {facts}; use another --out")
             self.runs = saved["runs"]
 
@@ -101,7 +102,7 @@ def _beyond(runs: Collection[Run]) -> float | None:
     return _rounded(best * factor) if factor else None
 
 
-def _grid(runs: list[Run]) -> str:
+def grid(runs: list[Run]) -> str:
     """Return a text with the learning rates tried, and remarks on the best."""
     rates = [r["lr"] for r in runs]
     notes = ["edge"] if _beyond(runs) else []
@@ -161,19 +162,27 @@ def _settings(args: argparse.Namespace, name: str, search: bool) -> argparse.Nam
     return argparse.Namespace(**settings)
 
 
+def tests(records: Records, name: str) -> list[Run]:
+    """Return the tested runs of a learner with its best learning rate, by seed; none if the first seed is missing."""
+    tried = records.tried(name)
+    rate = max(tried, key=merit)["lr"] if tried else None
+    found = [r for r in records.runs if _key(r)[:2] == (name, rate) and "test" in r]
+    found.sort(key=lambda r: int(r["seed"]))
+    return found if found and found[0]["seed"] == 0 else []
+
+
 def report(records: Records, title: str, thresholds: list[float]) -> None:
     """Print the tables: accuracies, learning rates tried, time to given accuracies."""
     rows, times, curves = [], [], {}
     for name in dict.fromkeys(r["learner"] for r in records.runs):
-        tried = records.tried(name)
-        first = records.find(name, max(tried, key=merit)["lr"], 0) if tried else None
-        if first is None or "test" not in first:
+        tested = tests(records, name)
+        if not tested:
             continue
-        tested = [r for r in records.runs if _key(r)[:2] == (name, first["lr"]) and "test" in r]
+        first = tested[0]
         accuracies = [r["test"]["accuracy"] for r in tested]
         spread = max(accuracies) - min(accuracies) if len(accuracies) > 1 else None
         rows.append([name, statistics.mean(accuracies), first["test"]["interval"], len(accuracies), spread,
-                     first["validation"], first["lr"], _grid(tried), first["steps"]])  # fmt: skip
+                     first["validation"], first["lr"], grid(records.tried(name)), first["steps"]])  # fmt: skip
         times.append([name, *(_seconds_to(first, level) for level in thresholds)])
         curves[name] = first["curve"]
     rows.sort(key=lambda row: -float(str(row[1])))

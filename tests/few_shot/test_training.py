@@ -13,7 +13,7 @@ import torch
 
 import bilevel_optim as bo
 from recipes.few_shot import __main__ as program
-from recipes.few_shot import benchmark, compare, plan, profile, training
+from recipes.few_shot import benchmark, compare, plan, profile, tables, training
 from recipes.few_shot.backbones import Body, Norm
 from recipes.few_shot.data import DATA
 from recipes.few_shot.learners import make
@@ -375,6 +375,54 @@ def test_jobs_of_one_comparison_share_their_records(command, tmp_path, monkeypat
     assert compare.main([*shared, "--seeds", "2", "--best", "1"])["done"]
     assert made == [2]
     assert not [*(tmp_path / "checkpoints").iterdir()]
+
+
+def test_tables_have_the_best_rate_of_each_learner_and_say_what_was_not_run(tmp_path):
+    def run(learner, lr, seed, accuracy, **more):
+        curve = [{"accuracy": accuracy}]
+        return {"learner": learner, "lr": lr, "seed": seed, "validation": accuracy, "diverged": False, "best_step": 1,
+                "seconds": 600.0, "curve": curve, **more}  # fmt: skip
+
+    def test(accuracy):
+        return {"test": {"accuracy": accuracy, "interval": 0.01, "episodes": 600}}
+
+    runs = [run("maml", lr, 0, 0.8 + (lr == 0.1) / 10, search=True) for lr in (0.03, 0.1, 0.3)]
+    runs += [run("maml", 0.1, seed, 0.9, **test(0.9)) for seed in (1, 0)] + [run("maml", 0.03, 0, 0.99, **test(0.99))]
+    runs += [run("anil", 0.1, 0, 0.9, search=True), run("aid", 0.1, 0, 0.9, search=True)]
+    runs += [run("anil", 0.1, 0, 0.9, **test(0.95)), run("aid", 0.1, 1, 0.9, **test(0.95))]
+    path = tmp_path / "omniglot_cnn4_5way_1shot_9.json"
+    path.write_text(json.dumps({"facts": {"share": 0.1}, "runs": runs}))
+    page = f"a\n<!-- table: {path.stem} maml aid anil -->\nold\n<!-- end -->\nb"
+    made = tables.written(page, tmp_path)
+    assert made.splitlines()[3:] == [
+        "| --- | --- | --- | --- | --- | --- |",
+        "| `anil` | 0.950 ± 0.010 | 1 | - | 0.1, of 0.1 to 0.1 (edge) | 10 |",
+        "| `maml` | 0.900 [0.900, 0.900] | 2 | 0.987 ± 0.004 | 0.1, of 0.03 to 0.3 | 10 |",
+        "| `aid` | no run yet | - | - | - | - |",
+        "<!-- end -->",
+        "b",
+    ]
+    assert tables.written(made, tmp_path) == made
+    assert tables.written(page, tmp_path / "none").count("no run yet") == 3
+
+
+@pytest.mark.parametrize("path", tables.PAGES, ids=lambda path: path.parent.name)
+def test_the_pages_say_what_the_records_say(path):
+    """Rows with as many seeds as the record: runs that were recorded since come in when the tables are written next."""
+    page = path.read_text(encoding="utf-8")
+
+    def rows(text):
+        cells = [
+            line.split(" | ")
+            for part in text.split("<!-- table: ")[1:]
+            for line in part.split("<!-- end")[0].splitlines()
+        ]
+        return [row for row in cells if len(row) == 6 and row[2].isdigit()]
+
+    recorded = rows(tables.written(page))
+    assert recorded
+    for row in rows(page):
+        assert row in recorded or any(row[0] == new[0] and int(new[2]) > int(row[2]) for new in recorded), row
 
 
 def test_the_program_trains_and_resumes(command, tmp_path, capsys):
