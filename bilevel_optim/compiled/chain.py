@@ -30,19 +30,17 @@ class Chain:
 
     Args:
         program: the program.
-        arguments: arguments of one of its calls.
-        count: number of its results.
+        first: one of its calls.
         drawn: samples of that call.
         random: its random inputs.
     """
 
-    def __init__(
-        self, program: StepProgram, arguments: Sequence[Tensor], count: int, drawn: Drawn, random: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, program: StepProgram, first: Call, drawn: Drawn, random: Mapping[str, Tensor]) -> None:
         assert program.next_state is not None
         self.program = program
         self._loss, self._flags = program.writer.loss, program.writer.flags
-        self._first = len(arguments) - len(program.next_state)  # where the state begins
+        count = len(first.results)
+        self._first = len(first.arguments) - len(program.next_state)  # where the state begins
         pairs = list(enumerate(program.next_state, self._first))
         self._from_results = [(j, int(k)) for j, k in pairs if k < count]
         self._from_arguments = [(j, k - count) for j, k in pairs if k >= count and j != k - count]
@@ -124,7 +122,7 @@ class Chain:
 def _parts(batches: Sequence[Any], forms: Sequence[Any]) -> Sequence[Sequence[Tensor]]:
     """Return the tensors of each batch, up to the first that has another form than the sample in its place."""
     different = {id(batch): batch for batch in batches}.values()  # batches recur
-    structure, attributes, strides = forms[0]
+    structure, (attributes, strides) = forms[0]
     alike, n = forms.count(forms[0]) == len(forms) and {*map(type, different)} == {tuple}, len(different)
     if alike and structure == [tuple, [tuple, *[Tensor] * len(strides)]] and {*map(len, different)} == {len(strides)}:
         flat = [*chain.from_iterable(different)]

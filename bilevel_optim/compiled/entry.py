@@ -124,17 +124,16 @@ class Entry:
         after = 1 << n.bit_length() if n < CHECKED_EVERY else CHECKED_EVERY * (n // CHECKED_EVERY + 1)
         return after - n - 1
 
-    def find(self, form: Any, losses: Mapping[str, Any]) -> tuple[StepReader, StepProgram, list[Tensor]] | None:
-        """Return the program for data and a state of this form, its reader, and what the losses read, if one fits."""
+    def find(self, form: Any, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]] | None:
+        """Return the program for data and a state of this form, and what the losses read at present, if one fits."""
         for i, (own, reader) in enumerate(self.compiled):
             if own == form:
                 if i:
                     self.compiled.insert(0, self.compiled.pop(i))
                 try:
-                    found = reader.known(losses)
+                    return reader.known(losses)
                 except Exception:  # the losses have changed in a way that torch's guards do not see
                     return None
-                return None if found is None else (reader, *found)
         return None
 
     def known(self, given: Given) -> dict[str, Any] | None:
@@ -143,7 +142,7 @@ class Entry:
             found = self.find(given.form, given.losses)
             if found is None:
                 return None
-            _, program, reads = found
+            program, reads = found
             return program.results(program([*reads, *given.tensors]))
 
     def results(self, given: Given, graphs: int) -> dict[str, Any]:
@@ -156,7 +155,7 @@ class Entry:
             raise Full(FULL)
         form, settings = given.form, self._settings
         known = next((reader for own, reader in self.compiled if own == form), None)
-        if known is not None and known.compilations >= MOST_ALIKE:
+        if known is not None and len(known.programs) >= MOST_ALIKE:
             raise Refused(
                 f"a loss reads a value that keeps changing, and none of {MOST_ALIKE} graphs is for the present one: "
                 "make it a tensor, which is an input of a graph"

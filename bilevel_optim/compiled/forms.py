@@ -12,7 +12,7 @@ from torch import Tensor
 from ..pytree import tree_flatten
 from .reasons import Refused
 
-__all__ = ["Form", "empty", "form_of", "form_of_tensor", "forms_of"]
+__all__ = ["Form", "empty", "form_of", "form_of_tensor", "forms_of", "structure_of"]
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -31,23 +31,21 @@ def forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
 _ATTRIBUTES = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
-def form_of(value: Any, tensors: list[Tensor] | None = None) -> tuple[Any, list[Any], list[Any]]:
-    """Return structure and forms of nested data, to be compared with others; append their tensors to a list.
+def form_of(value: Any, tensors: list[Tensor] | None = None) -> tuple[Any, Any]:
+    """Return structure and forms of nested data, to be compared with others; append their tensors to a list."""
+    found = [] if tensors is None else tensors
+    return structure_of(value, found), forms_of(found)
+
+
+def structure_of(value: Any, tensors: list[Tensor]) -> Any:
+    """Return nested data without their tensors, to be compared with others; append these to a list.
 
     Raises:
         Refused: if an object may hold values that are not seen here.
     """
-    found: list[Tensor] = []
-    structure = _structure_of(value, found)
-    if tensors is not None:
-        tensors += found
-    return structure, *forms_of(found)
-
-
-def _structure_of(value: Any, tensors: list[Tensor]) -> Any:
     kind = type(value)
     if kind is dict:
-        return [(name, _structure_of(part, tensors)) for name, part in value.items()]
+        return [(name, structure_of(part, tensors)) for name, part in value.items()]
     if kind is list or kind is tuple:
         found: list[Any] = [kind]
         for part in value:  # tensors without a call each: every step does this
@@ -55,7 +53,7 @@ def _structure_of(value: Any, tensors: list[Tensor]) -> Any:
                 tensors.append(part)
                 found.append(Tensor)
             else:
-                found.append(_structure_of(part, tensors))
+                found.append(structure_of(part, tensors))
         return found
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -68,7 +66,7 @@ def _structure_of(value: Any, tensors: list[Tensor]) -> Any:
             f"a batch holds an object of {kind}, which a graph cannot take: use tensors and numbers in tuples, lists "
             "and dicts, or register the type with torch.utils._pytree"
         )
-    return structure, [_structure_of(part, tensors) for part in leaves]
+    return structure, [structure_of(part, tensors) for part in leaves]
 
 
 def empty(form: Form) -> Tensor:

@@ -23,7 +23,7 @@ from ..optimizer.transaction import (
 )
 from ..problem.vector import Vector
 from ..pytree import tree_leaves
-from .forms import form_of, forms_of
+from .forms import structure_of
 from .pure import PureStep, state_of
 
 __all__ = ["Place", "StatePlaces", "Writer", "buffer_writes", "picked", "table_at"]
@@ -41,19 +41,19 @@ class StatePlaces:
     def __init__(self, optimizer: Method, pure: PureStep, rates: Callable[[torch.device], list[Tensor]]) -> None:
         self._optimizer, self._pure, self._rates = optimizer, pure, rates
         self._live = [*pure.live_x, *pure.live_y]
-        self._form: Any = None
+        self._structure: Any = None
         self._found = False  # the rest is known
         self._kept: list[Any] = []  # options on which the state depends, and names of tensors among the numbers
         self._names: list[tuple[Tensor, dict[str, Any] | None, list[str]]] = []  # all entries of each live tensor
         self._entries: list[tuple[dict[str, Any], str]] = []  # those that a step reads, in order
 
     def read(self) -> tuple[list[Tensor], Any]:
-        """Return the tensors of the state, in order, and its form."""
+        """Return the tensors of the state, in order, and its structure."""
         found = self._at_known_places() if self._found else None
-        return self._search() if found is None else (found, self._form)
+        return self._search() if found is None else (found, self._structure)
 
     def _at_known_places(self) -> list[Tensor] | None:
-        """Return the tensors of the state; None if something else has changed than their values."""
+        """Return the tensors of the state; None if others belong to it now, or something else has changed."""
         state = self._optimizer.state
         if self._options() != self._kept:
             return None
@@ -66,9 +66,7 @@ class StatePlaces:
         tensors += self._rates(tensors[-1].device)
         tensors += [entries[name] for entries, name in self._entries]
         tensors += [value for value in self._optimizer.numbers.values() if isinstance(value, Tensor)]
-        if not all([isinstance(t, Tensor) for t in tensors]):
-            return None
-        return tensors if forms_of(tensors) == self._form[1:] else None
+        return tensors if all([isinstance(t, Tensor) for t in tensors]) else None
 
     def _options(self) -> list[Any]:
         optimizer = self._optimizer
@@ -81,7 +79,7 @@ class StatePlaces:
         now = self._rates(y[0].device)
         own = [t.detach() for t in x], [t.detach() for t in y]
         tensors: list[Tensor] = []
-        self._form = form_of(state_of(known, optimizer.numbers, *own, self._pure.buffers, now), tensors)
+        self._structure = structure_of(state_of(known, optimizer.numbers, *own, self._pure.buffers, now), tensors)
         self._kept = self._options()
         state = optimizer.state
         self._names = [(p, state.get(p), [*state.get(p, ())]) for p in (*x, *y)]
@@ -94,7 +92,7 @@ class StatePlaces:
         self._entries, live = places, len(self._live)
         again = self._at_known_places()  # None if an entry is no tensor: then each step searches
         self._found = again is not None and _are_the_same(again[live:], tensors[live:])
-        return tensors, self._form
+        return tensors, self._structure
 
 
 def _are_the_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

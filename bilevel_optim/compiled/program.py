@@ -19,7 +19,7 @@ from ..oracle.substitution import replacement
 from ..pytree import tree_flatten, tree_unflatten
 from ..tracing import tracing
 from .backend import Maker, Program
-from .forms import form_of
+from .forms import form_of, forms_of, structure_of
 from .places import Place, Writer, picked
 from .pure import PureStep, State, following
 from .reading import Arguments, Needed, Reader, Reading, Together, UserGraph
@@ -43,7 +43,7 @@ class Given:
         state: the state that the step reads.
 
     Attributes:
-        form: all of them but the values of their tensors, and the losses: that of the data, and that of the state.
+        form: all of them but the values of their tensors, and the losses.
         tensors: the tensors of the samples, the random inputs and the state, in order.
     """
 
@@ -52,7 +52,8 @@ class Given:
     ) -> None:
         self.losses, self.tasks, self.drawn, self.random, self.state = losses, tasks, drawn, random, state
         self.tensors: list[Tensor] = []
-        self.form = form_of((drawn, random), self.tensors), form_of(state, self.tensors)
+        structures = structure_of((drawn, random), self.tensors), structure_of(state, self.tensors)
+        self.form = *structures, forms_of(self.tensors)
 
     def at(self, **state: Any) -> Given:
         """Return the same arguments with other entries of the state."""
@@ -85,6 +86,7 @@ class StepProgram:
 
     Attributes:
         writer: writes the results of a call.
+        chain: the chain of its calls, once there is one.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class StepProgram:
     ) -> None:
         self.program, self.reads, self.next_state, self._results = program, reads, next_state, results
         self.writer = Writer(results, pure)
+        self.chain: Any = None
         self._once: Callable[[list[Tensor]], Sequence[Tensor]] | None = None
 
     def __call__(self, arguments: list[Tensor]) -> Call:
@@ -130,13 +133,7 @@ class StepReader:
         self._live = [*pure.live_x, *pure.live_y, *pure.buffers]
         self.readers: list[Reader] = []
         self.programs: list[tuple[list[UserGraph], StepProgram]] = []
-        self.chains: dict[int, Any] = {}
         self._together: Together | None = None
-
-    @property
-    def compilations(self) -> int:
-        """Number of programs."""
-        return len(self.programs)
 
     @property
     def may_follow(self) -> bool:
@@ -156,9 +153,6 @@ class StepReader:
         graphs = [reading.graph for reading in readings]
         return next((program for own, program in self.programs if own == graphs), None)
 
-    def _arguments(self, readings: Sequence[Reading], given: Given) -> list[Tensor]:
-        return [t for reading in readings for t in reading.tensors] + given.tensors
-
     def compile(self, given: Given) -> tuple[StepProgram, list[Tensor]]:
         """Return a program for this step, compiled now if there is none, with its arguments."""
         if any([t.grad_fn is not None for t in given.tensors]):
@@ -168,7 +162,7 @@ class StepReader:
         readings = self._expected(given)
         while True:
             readings += [reader.compile(given.losses) for reader in self.readers[len(readings) :]]
-            arguments = self._arguments(readings, given)
+            arguments = [t for reading in readings for t in reading.tensors] + given.tensors
             program = self._find(readings)
             if program is None:
                 try:

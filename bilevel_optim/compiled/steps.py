@@ -19,7 +19,7 @@ from ..optimizer.hooks import has_hooks
 from ..optimizer.lower_checks import probe
 from ..optimizer.method import Method
 from ..optimizer.progress import STILL
-from ..optimizer.step import StepInputs, StepResults, replace
+from ..optimizer.step import StepResults, replace
 from ..optimizer.transaction import TABLE, Action, make
 from ..oracle.buffers import unnoted
 from ..oracle.hooks import any_hooks
@@ -33,10 +33,10 @@ from .chain import Chain
 from .compare import Accepted, mismatch, perturbed_by_rounding
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_many, draw_tasks, in_a_row
 from .entry import CHECKED_EVERY, MOST, Entry, Full, Settings
-from .forms import form_of
-from .gain import LOOKS, Gain
+from .forms import forms_of, structure_of
+from .gain import LOOKS
 from .places import StatePlaces, Writer, buffer_writes, table_at
-from .program import Call, Given, StepProgram, StepReader
+from .program import Call, Given, StepProgram
 from .pure import PureStep, State, results_of, state_of
 from .reasons import Refused, reason_of
 
@@ -161,7 +161,7 @@ class CompiledSteps:
         ready = self._ready(entry, inputs) if entry.compiled and entry.unwatched else None
         if ready is None:
             return self._beside_eager(entry, inputs, update)
-        _, program, arguments = ready
+        program, arguments = ready
         enabled = torch.is_grad_enabled()
         try:
             torch.set_grad_enabled(False)
@@ -260,10 +260,6 @@ class CompiledSteps:
             found.append(sum([getattr(hook, "__module__", "") != unnoted.__module__ for hook in [*hooks.values()]]))
         return found
 
-    def _random_inputs(self) -> dict[str, Tensor]:
-        counts = self.optimizer._random_inputs()
-        return draw_random_inputs(counts, self.optimizer.generator) if counts else {}
-
     def _drawn(self, entry: Entry, sources: Sources) -> Inputs | None:
         """Draw the inputs of a step; return None, with a reason recorded, if its draws are not known before it."""
         optimizer, tasks = self.optimizer, sources.tasks
@@ -271,7 +267,8 @@ class CompiledSteps:
             entry.draws = self._declared(entry, sources)
             if entry.draws is None:
                 return None
-        random = self._random_inputs()
+        counts = optimizer._random_inputs()
+        random = draw_random_inputs(counts, optimizer.generator) if counts else {}
         if entry.draw_all is not None:
             return Inputs(sources, {"whole": [entry.draw_all(tasks, random)]}, random)
         assert entry.draws is not None
@@ -339,7 +336,8 @@ class CompiledSteps:
             began = time.perf_counter()
             given = optimizer._step_inputs(oracle, groups, inputs.random)
             buffers = optimizer._run_state.buffers.changing()
-            state = self._read(given, oracle, [t.clone() for t in buffers])
+            copies, rates = [t.clone() for t in buffers], self._now(oracle.device)
+            state = state_of(vars(given), given.numbers, oracle.x, oracle.y, copies, rates)
             results = optimizer._compute(oracle, given, sources.tasks, update=update and not host)
             transaction.conclude()
             eager = time.perf_counter() - began
@@ -390,14 +388,18 @@ class CompiledSteps:
 
         ``eager`` is the time that the eager step has taken.
         """
-        given, began, graphs = self._given(inputs, state), time.perf_counter(), entry.count
+        sources = inputs.sources
+        given = Given(self._functions(sources), sources.tasks, inputs.drawn, inputs.random, state)
+        began, graphs = time.perf_counter(), entry.count
         found = entry.results(given, self.graphs)
         found["flags"].tolist()  # waits for a device
         seconds = time.perf_counter() - began
         if entry.count > graphs:
             entry.gain.compilation += seconds
         else:
-            self._weigh(entry.gain, eager, seconds)
+            entry.gain.note(eager, seconds)
+            if entry.gain.looks == LOOKS and self.settings.backend == "inductor":  # told after the step
+                self._told, self._loses = entry.gain.text, not entry.gain.pays
         optimizer, settings, name, pure = self.optimizer, self.settings, self.optimizer._difference_step, entry.pure
         divisor = 1.0 if name is None else min(getattr(optimizer, name), 1.0)
         accepted = Accepted(settings.rtol, settings.atol, divisor)
@@ -418,12 +420,6 @@ class CompiledSteps:
                 what = mismatch(right, made, oracle.x, oracle.y, accepted, part, other)
         return made, found["buffers"], what
 
-    def _weigh(self, gain: Gain, eager: float, compiled: float) -> None:
-        """Note the times of a step that was made both ways; once they are enough, the gain is told after the step."""
-        gain.note(eager, compiled)
-        if gain.looks == LOOKS and self.settings.backend == "inductor":
-            self._told, self._loses = gain.text, not gain.pays
-
     # ------------------------------------------------------------------------------------------------ programs
 
     def _functions(self, sources: Sources) -> dict[str, Any]:
@@ -435,28 +431,17 @@ class CompiledSteps:
             found["start"] = optimizer.lower_init
         return found
 
-    def _given(self, inputs: Inputs, state: State) -> Given:
-        """Return the arguments of a step."""
-        sources = inputs.sources
-        return Given(self._functions(sources), sources.tasks, inputs.drawn, inputs.random, state)
-
-    def _ready(self, entry: Entry, inputs: Inputs) -> tuple[StepReader, StepProgram, list[Tensor]] | None:
-        """Return a program for the next step with its reader and its arguments; None if none fits."""
+    def _ready(self, entry: Entry, inputs: Inputs) -> tuple[StepProgram, list[Tensor]] | None:
+        """Return a program for the next step with its arguments; None if none fits."""
         tensors: list[Tensor] = []
         try:
-            data = form_of((inputs.drawn, inputs.random), tensors)
+            data = structure_of((inputs.drawn, inputs.random), tensors)
         except Refused:
             return None
-        state, form = entry.places.read()
-        found = entry.find((data, form), self._functions(inputs.sources))
-        if found is None:
-            return None
-        reader, program, reads = found
-        return reader, program, [*reads, *tensors, *state]
-
-    def _read(self, inputs: StepInputs, oracle: Oracle, buffers: Sequence[Tensor]) -> State:
-        """Return the state that an eager step reads, from its inputs and oracle."""
-        return state_of(vars(inputs), inputs.numbers, oracle.x, oracle.y, buffers, self._now(oracle.device))
+        state, structure = entry.places.read()
+        tensors += state
+        found = entry.find((data, structure, forms_of(tensors)), self._functions(inputs.sources))
+        return None if found is None else (found[0], [*found[1], *tensors])
 
     def _now(self, device: torch.device) -> list[Tensor]:
         """Return the learning rates as tensors, new ones if a rate has changed, so that no schedule recompiles."""
@@ -558,11 +543,14 @@ class CompiledSteps:
         ready = None if inputs is None else self._ready(entry, inputs)
         if inputs is None or ready is None:
             return None
-        reader, program, arguments = ready
+        program, arguments = ready
+        if program.next_state is None:  # a step cannot follow before the one before is written
+            return None
         with torch.no_grad():
             first = program(arguments)
-        chain = self._chain(reader, program, first, inputs)
-        if chain is None or chain.shares_memory(first, [*pure.live_x, *pure.live_y, *pure.buffers]):
+        chain: Chain = program.chain or Chain(program, first, inputs.drawn, inputs.random)
+        program.chain = chain
+        if chain.shares_memory(first, [*pure.live_x, *pure.live_y, *pure.buffers]):
             return None
         data = self._ahead(entry, sources, chain, most - 1)
         losses, flags, last = chain.follow(first, data)
@@ -586,17 +574,6 @@ class CompiledSteps:
         with torch.no_grad():
             self._write(entry, program, last, last.values, True, sound)
         return torch.stack(losses)
-
-    def _chain(self, reader: StepReader, program: StepProgram, first: Call, inputs: Inputs) -> Chain | None:
-        """Return the chain of a program's calls; None if a step cannot follow before the one before is written."""
-        if program.next_state is None:
-            return None
-        found: Chain | None = reader.chains.get(id(program))
-        if found is None:
-            found = reader.chains[id(program)] = Chain(
-                program, first.arguments, len(first.results), inputs.drawn, inputs.random
-            )
-        return found
 
     def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> list[list[Tensor]]:
         """Draw the tensors that ``count`` steps take from samples, up to the first step of another form."""

@@ -411,13 +411,13 @@ class Method(Options, Optimizer, ABC):
 
     def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
         """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
-        new_losses = self._new_losses(oracle, tasks)
-        if new_losses is not None:
+        new_losses = self._has_new_losses(oracle, tasks)
+        if new_losses:
             oracle.session.found.look_again()
             oracle.session.used = {} if self.check_derivatives else None
         estimate = self._whole_estimate(oracle, inputs, tasks)
-        if new_losses is not None:
-            self._check_derivatives(oracle, new_losses)
+        if new_losses:
+            self._check_derivatives(oracle, tasks)
         if oracle.session.buffers_skipped:
             advance_buffers(oracle, estimate.lower)
         oracle.session.lower_sample = None  # a reference cycle would keep the step's graphs
@@ -427,20 +427,18 @@ class Method(Options, Optimizer, ABC):
                 new = self.update(oracle.x, estimate.gradient, inputs.after(estimate))
         return StepResults(estimate, new)
 
-    def _new_losses(self, oracle: Oracle, tasks: Any) -> tuple[Any, ...] | None:
-        """Return what identifies the losses of a step: code, parameters, mode of modules, and the kind of problem.
-
-        None if they have been looked at in these parameters, or many others have.
-        """
-        known = oracle.session.found.derivatives
-        if len(known) >= MOST_CHECKS:
-            return None
+    def _losses(self, oracle: Oracle, tasks: Any) -> tuple[Any, ...]:
+        """Return what identifies the losses of a step: code, parameters, mode of modules, and the kind of problem."""
         codes = [id(code) for one in (oracle.f, oracle.g) for code in one.codes]
         parameters = [id(t) for t in (*oracle.live_x, *oracle.live_y)]
-        losses = (*codes, *parameters, self._run_state.buffers.mode, tasks is None, self.check_derivatives)
-        return None if losses in known else losses
+        return (*codes, *parameters, self._run_state.buffers.mode, tasks is None, self.check_derivatives)
 
-    def _check_derivatives(self, oracle: Oracle, losses: tuple[Any, ...]) -> None:
+    def _has_new_losses(self, oracle: Oracle, tasks: Any) -> bool:
+        """Return True if these losses have not been looked at in these parameters, and not many others."""
+        known = oracle.session.found.derivatives
+        return len(known) < MOST_CHECKS and self._losses(oracle, tasks) not in known
+
+    def _check_derivatives(self, oracle: Oracle, tasks: Any) -> None:
         """Note these losses; if derivatives are checked, raise if one that the estimate has used is wrong."""
         session, opened = oracle.session, ""
         if not self.check_derivatives:
@@ -451,7 +449,8 @@ class Method(Options, Optimizer, ABC):
             opened = check_derivatives(session, self._derivatives)
         session.found.derivatives = {
             **session.found.derivatives,
-            losses: (opened, *oracle.f.codes, *oracle.g.codes),  # while these exist, so do their ids
+            # While the codes exist, so do their ids; an evaluation may have found modules, whose mode counts.
+            self._losses(oracle, tasks): (opened, *oracle.f.codes, *oracle.g.codes),
         }
 
     @property

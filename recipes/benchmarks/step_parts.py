@@ -33,7 +33,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "guards": (StepReader, "known"),
     "drawing": (Compiled, "_drawn"),
     "drawing ahead": (Compiled, "_ahead"),
-    "form of the data": (compiled, "form_of"),
+    "form of data and state": (compiled, "forms_of"),
     "state in": (StatePlaces, "read"),
     "program": (StepProgram, "__call__"),
     "programs in a row": (Chain, "follow"),

@@ -384,9 +384,24 @@ def test_memory_that_many_steps_share_is_not_that_of_their_results():
         second = optimizer.run(*losses, steps=40)
         assert all(map(torch.equal, held, before))
         ends.append([first, second, x.detach(), y.detach(), *before])
-    (chain,) = (
-        chain for entry in optimizer._captured._entries for _, one in entry.compiled for chain in one.chains.values()
-    )
+    ((_, reader),) = (one for entry in optimizer._captured._entries for one in entry.compiled)
+    chain = reader.programs[-1][1].chain
     assert len(chain._reusing) == 3
     for one, other in zip(*ends, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [bo.SOBA, bo.MRBO])
+def test_results_of_a_step_are_not_in_the_memory_of_the_next(kind):
+    """Small steps on a CPU write values that are copied into the same memory each time; losses and state stay."""
+    optimizer, losses, x, _ = problem(kind, BATCHES, BATCHES[::-1], compiled=False)
+    optimizer.compile()
+    for _ in range(9):
+        optimizer.step(*losses)
+    held = []
+    for _ in range(5):
+        loss = optimizer.step(*losses)
+        kept = [loss, x.grad, *(t for entries in optimizer.state.values() for t in entries.values())]
+        held.append((kept, [t.clone() for t in kept]))
+    assert all(torch.equal(*pair) for kept, copies in held for pair in zip(kept, copies, strict=True))
+    assert len({t.data_ptr() for kept, _ in held for t in kept[:2]}) == 10
