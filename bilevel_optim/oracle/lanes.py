@@ -288,8 +288,12 @@ def _each(
         with batched.no_slow_batching(look=new), replayed(part.stop - part.start):
             return mapped([leaves[i] for i in tensors], *(values if whole else [t[part] for t in values]))
 
+    lanes: list[Sequence[Tensor]] = []
+
     def alone(i: int) -> Any:
+        if not lanes and values:  # in one operation: the gradient of an index is as large as all lanes together
+            lanes.extend(t.unbind() for t in values)
         with replayed(1), session.buffers_kept():
-            return tree_map(lambda t: t.unsqueeze(0), function(select(batch, i), *(t[i] for t in values)))
+            return tree_map(lambda t: t.unsqueeze(0), function(select(batch, i), *(own[i] for own in lanes)))
 
     return batched.run(session, n, together, alone)
