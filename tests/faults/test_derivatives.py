@@ -310,18 +310,17 @@ def test_nothing_else_changes():
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-DRAWS = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(())}  # noqa: NPY002
+DRAWS = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(())}
 
 
 @pytest.mark.parametrize("kind", DRAWS)
 def test_random_numbers_go_on_as_without_the_check(kind):
-    """Those that the losses draw, also beside torch."""
-    ends = []
+    """Those that the losses draw, also from Python and NumPy."""
+    ends, draw = [], DRAWS[kind]
     for check in (True, False):
         random.seed(0), np.random.seed(0), torch.manual_seed(0)  # noqa: NPY002
         x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
         optimizer = method("AID", [x], [y], check_derivatives=check)
-        draw = DRAWS[kind]
         optimizer.step(lambda y=y: (y - 1).square().sum() + draw(), lambda x=x, y=y: (y - x).square().sum() + draw())
         ends.append((random.random(), np.random.rand(), float(torch.rand(()))))  # noqa: NPY002
     assert ends[0] == ends[1]
