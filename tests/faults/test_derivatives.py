@@ -315,7 +315,7 @@ DRAWS = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torc
 
 @pytest.mark.parametrize("kind", DRAWS)
 def test_random_numbers_go_on_as_without_the_check(kind):
-    """Those that the losses draw, also beside torch."""
+    """Those that the losses draw, also from Python and NumPy."""
     ends, draw = [], DRAWS[kind]
     for check in (True, False):
         random.seed(0), np.random.seed(0), torch.manual_seed(0)  # noqa: NPY002
