@@ -69,13 +69,14 @@ def state(name: str, parameters: int) -> int:
 def gradients(name: str, lower_steps: int, sharded: bool) -> int:
     """Return how many gradients of the parameters' size a step averages over ranks; a finite difference is two.
 
+    ``AID`` checks the solution of its linear system by one more product, which in DDP also has the cross derivative.
     FSDP2 also reduces gradients of the parameters when only those of the shares are needed, and reduces the two losses
     of ``F2SA`` separately, as they are differentiated one after the other.
     """
     products = int(LINEAR["linear_steps"])
     if name == "f2sa":
         return 3 * (lower_steps + 1) if sharded else 2 * lower_steps
-    counts = {"aid": lower_steps + 2 + 2 * products + 2 * sharded, "soba": 3, "first-order": lower_steps + 1}
+    counts = {"aid": lower_steps + 2 + 2 * (products + 1) + 2 * sharded, "soba": 3, "first-order": lower_steps + 1}
     return counts[name]
 
 
