@@ -55,15 +55,15 @@ def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:
 # Tensors of the size of the parameters that stay between steps: parameters, Adam's two moments for each copy of them,
 # the method's state.
 STATE = {"f2sa": 1 + 2 + 4, "aid": 1 + 2 + 1, "soba": 1 + 2 + 1, "first-order": 1 + 2}
-UNREAD = 1 << 16  # most entries of the vectors that stand for their norms among the diagnostics until they are read
+# Vectors of that size that stand for their norms among the diagnostics, and how many entries they may have together to
+# stay until the diagnostics are read; norms of larger ones are computed in the step.
+VECTORS, UNREAD = {"aid": 1, "soba": 3}, 1 << 16
 
 
 def state(name: str, parameters: int) -> int:
-    """Return how many tensors of the size of the lower parameters stay between steps; ``parameters``: of both levels.
-
-    Of small models ``AID`` also keeps its last lower gradient, to compute the norm only if the diagnostics are read.
-    """
-    return STATE[name] + (name == "aid" and parameters <= UNREAD)
+    """Return how many tensors of the size of y stay between steps, if both levels have so many ``parameters``."""
+    vectors = VECTORS.get(name, 0)
+    return STATE[name] + vectors * (vectors * parameters <= UNREAD)
 
 
 def gradients(name: str, lower_steps: int, sharded: bool) -> int:
