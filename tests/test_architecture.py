@@ -261,6 +261,7 @@ TRACING = {
     "hypergradient/storm.py": "all rows are projected, not only those that the host found outside",
     "methods/f2sa.py": "whether rounding is large is checked in eager steps",
     "methods/tracked/rows.py": "the clock stays a tensor",
+    "methods/tracked/tracking.py": "indices and rates of a graph are on its device, those of eager steps on the host",
     "methods/tracked/watching.py": "there is no warning from the number of a step, which is no argument of a graph",
     "optimizer/method.py": "the flags of an estimate are not read, but are results of the graph",
     "oracle/oracle.py": "operations without second derivatives are written otherwise in the graph",

@@ -45,7 +45,7 @@ class Chain:
         self._from_results = [(j, int(k)) for j, k in pairs if k < count]
         self._from_arguments = [(j, k - count) for j, k in pairs if k >= count and j != k - count]
         self._form = form_of((drawn, random))
-        # Of batches, without indices and weights.
+        # Without the indices and weights of batches.
         self._batches = {
             source: [form_of(own[0] if len(own) == 3 else own) for own in samples] for source, samples in drawn.items()
         }

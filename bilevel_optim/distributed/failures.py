@@ -50,7 +50,7 @@ def exchange(group: Any, kind: str, flat: Tensor) -> Tensor:
     """
     operation = Exchange.of(kind, flat)
     work = operation.start(group, flat)
-    if "gloo" not in str(dist.get_backend(group)) or flat.device.type != "cpu":
+    if not _is_gloo(group) or flat.device.type != "cpu":
         work.wait()  # on the device's stream: the host does not wait
         return flat
     while True:
@@ -60,6 +60,11 @@ def exchange(group: Any, kind: str, flat: Tensor) -> Tensor:
             _look(group, operation, work)
         except dist.DistError as error:
             raise _missing_rank_error(group, error) from error
+
+
+def _is_gloo(group: Any) -> bool:
+    """Return True if a group has no other backend; ``get_backend`` does not name torch's default."""
+    return {pair.partition(":")[2] for pair in str(dist.get_backend_config(group)).split(",")} == {"gloo"}
 
 
 def _ended(group: Any, work: Any) -> bool:
@@ -107,7 +112,7 @@ def _missing_rank_error(group: Any, error: Exception) -> RankError:
 
 def report(group: Any, error: BaseException) -> None:
     """Let the other ranks know that this one has failed, and wait until they have stopped too."""
-    if isinstance(error, RankError) or "gloo" not in str(dist.get_backend(group)):
+    if isinstance(error, RankError) or not _is_gloo(group):
         return
     try:
         board = _Board(group)

@@ -6,6 +6,7 @@ import json
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -67,15 +68,20 @@ class Ranks:
         """Return the mean over the ranks of tensors and vectors (sharded tensors are means already)."""
         if self.alone:
             return results
-        tensors = [t for r in results for t in (r if isinstance(r, Vector) else (r,)) if not is_sharded(t)]
+        groups = [[t for t in (r if isinstance(r, Vector) else (r,)) if not is_sharded(t)] for r in results]
+        tensors = [t for group in groups for t in group]
         if not tensors:
             return results
         flat = torch.cat([t.reshape(-1).to(torch.promote_types(t.dtype, torch.float32)) for t in tensors])
         exchange(self.group, "sum", flat)
-        parts = (flat / self.world).split([t.numel() for t in tensors])  # type: ignore[no-untyped-call]
-        # A view of one number that outlives the step, such as the loss, would keep the whole tensor in memory.
-        own = (part.view_as(t) if t.dim() else part[0].clone() for part, t in zip(parts, tensors, strict=True))
-        means = iter(part.to(t.dtype) for part, t in zip(own, tensors, strict=True))
+        parts = iter((flat / self.world).split([t.numel() for t in tensors]))  # type: ignore[no-untyped-call]
+        found: list[Tensor] = []
+        for group in groups:
+            # A small view that outlives the step (the loss, a hypergradient) would keep the whole tensor in memory.
+            small = 2 * sum([t.numel() for t in group]) < len(flat)
+            own = [part.clone() if small else part for part in islice(parts, len(group))]
+            found += [part.view_as(t).to(t.dtype) for part, t in zip(own, group, strict=True)]
+        means = iter(found)
         return tuple(
             Vector(t if is_sharded(t) else next(means) for t in result) if isinstance(result, Vector) else next(means)
             for result in results

@@ -44,8 +44,7 @@ def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:
             held, ledger.peak = ledger.bytes(), 0
             optimizer.backward(upper, lower)
     return {
-        "upper": x.numel(),
-        "lower": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in (x, *model.parameters())),
         "state": held / whole,
         "peak": ledger.peak / whole,
         "sent": {k: v / whole for k, v in ledger.sent.items() if v > whole / 100},
@@ -56,28 +55,28 @@ def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:
 # Tensors of the size of the parameters that stay between steps: parameters, Adam's two moments for each copy of them,
 # the method's state.
 STATE = {"f2sa": 1 + 2 + 4, "aid": 1 + 2 + 1, "soba": 1 + 2 + 1, "first-order": 1 + 2}
-UNREAD = 1 << 16  # most entries of the vectors that stay until diagnostics are computed from them, when they are read
+# Vectors of that size that stay until diagnostics are computed from them, when they are read, and how many of these and
+# of the state count against the most entries that may stay; figures of larger ones are computed in the step.
+VECTORS, UNREAD = {"aid": (2, 3), "soba": (3, 3)}, 1 << 16
 
 
-def state(name: str, upper: int, lower: int) -> int:
-    """Return how many tensors of the size of the lower parameters stay between steps, for parameters of each level.
-
-    Of small models ``AID`` also keeps its last lower gradient and the product of the Hessian with v, to compute
-    diagnostics from them, v and the hypergradient only if they are read.
-    """
-    return STATE[name] + (2 if name == "aid" and 3 * lower + upper <= UNREAD else 0)
+def state(name: str, parameters: int) -> int:
+    """Return how many tensors of the size of y stay between steps, if both levels have so many ``parameters``."""
+    stay, count = VECTORS.get(name, (0, 0))
+    return STATE[name] + stay * (count * parameters <= UNREAD)
 
 
 def gradients(name: str, lower_steps: int, sharded: bool) -> int:
     """Return how many gradients of the parameters' size a step averages over ranks; a finite difference is two.
 
+    ``AID`` checks the solution of its linear system by one more product, which in DDP also has the cross derivative.
     FSDP2 also reduces gradients of the parameters when only those of the shares are needed, and reduces the two losses
     of ``F2SA`` separately, as they are differentiated one after the other.
     """
     products = int(LINEAR["linear_steps"])
     if name == "f2sa":
         return 3 * (lower_steps + 1) if sharded else 2 * lower_steps
-    counts = {"aid": lower_steps + 2 + 2 * products + 2 * sharded, "soba": 3, "first-order": lower_steps + 1}
+    counts = {"aid": lower_steps + 2 + 2 * (products + 1) + 2 * sharded, "soba": 3, "first-order": lower_steps + 1}
     return counts[name]
 
 
@@ -96,7 +95,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for name in progress(args.optimizer, "measure", disable=True if ranks.rank else None):
         r = measured(name, args, ranks)
         sends = gradients(name, args.lower_steps, args.parallel == "fsdp") if ranks.group is not None else 0
-        results[name] = {**r, "state, worked out": state(name, r["upper"], r["lower"]) / shards, "gradients": sends}
+        results[name] = {**r, "state, worked out": state(name, r["parameters"]) / shards, "gradients": sends}
     if ranks.rank:
         return results
     show(

@@ -20,12 +20,12 @@ START = "forkserver"
 NUMBERS = count()
 
 
-def _main(rank, world, address, function, results, arguments, timeout):
+def _main(rank, world, address, function, results, arguments, timeout, backend):
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group(
-        "gloo", init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        backend, init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )
     try:
         results[rank] = function(rank, *arguments)
@@ -39,14 +39,14 @@ def _main(rank, world, address, function, results, arguments, timeout):
         os._exit(0)  # a group that has lost a rank cannot be closed
 
 
-def together(world, tmp_path, function, *given, arguments=(), timeout=200.0, lost=()):
+def together(world, tmp_path, function, *given, arguments=(), timeout=200.0, lost=(), backend="gloo"):
     """Call ``function(rank, *arguments)`` on each rank; return its results by rank, without those of lost ranks."""
     with mp.Manager() as manager:
         results = manager.dict()
         address = f"file://{tmp_path}/rendezvous-{next(NUMBERS)}"
         context = mp.start_processes(
             _main,
-            (world, address, function, results, (*given, *arguments), timeout),
+            (world, address, function, results, (*given, *arguments), timeout, backend),
             nprocs=world,
             join=False,
             start_method=START,

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import bilevel_optim as bo
+from recipes.common.ledger import Ledger
 
 from ..problems import Quadratic, Tasks, same, seeded, values
 from ..registry import ROWS
@@ -230,5 +231,20 @@ def test_a_group_of_any_backend_begins_a_step(backend):
         optimizer = bo.AID([x], [y], **rates, process_group=dist.group.WORLD)
         optimizer.backward(lambda: y.sum(), lambda: (y - x).square().sum() / 2)
         assert x.grad.tolist() == [1.0, 1.0]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_outlives_a_step_does_not_keep_the_memory_of_an_exchange():
+    """A mean over the ranks of x's two entries is no view of a tensor that holds the gradient in y too."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, y = torch.ones(2, requires_grad=True), torch.zeros(1000, requires_grad=True)
+        rates = {"lr": 0.1, "lower_lr": 0.5, "lower_steps": 1}
+        optimizer = bo.FirstOrder([x], [y], **rates, process_group=dist.group.WORLD)
+        with Ledger([y]) as ledger:
+            optimizer.backward(lambda: y.sum() + x.prod(), lambda: (y - x.sum()).square().sum() / 2)
+        assert x.grad.tolist() == [1.0, 1.0]
+        assert ledger.bytes() < 1.1 * y.nbytes
     finally:
         dist.destroy_process_group()

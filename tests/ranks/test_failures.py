@@ -126,8 +126,12 @@ def after_one_loss(rank):
         return type(error).__name__, str(error), problem.run(optimizer)
 
 
-def test_a_loss_that_is_missing_on_one_rank_ends_the_step_on_all(tmp_path):
-    results = together(2, tmp_path, after_one_loss)
+with_nccl = pytest.mark.skipif(torch.cuda.is_available(), reason="the default group has NCCL too")
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param(None, id="default", marks=with_nccl)])
+def test_a_loss_that_is_missing_on_one_rank_ends_the_step_on_all(backend, tmp_path):
+    results = together(2, tmp_path, after_one_loss, timeout=60.0, backend=backend)
     assert [results[rank][0] for rank in (0, 1)] == ["RankError", "TypeError"]
     assert "rank 1 failed: TypeError" in results[0][1]
 
