@@ -123,6 +123,7 @@ def draw(draws: Sequence[tuple[Draw, int]], sources: Sources, random: Mapping[st
         random: random inputs of the step.
     """
     found: Drawn = {}
+    numbers = {name: int(value) for name, value in random.items()}
     for own, times in draws:
         level = own.level if own.level in sources.objectives else "upper"  # the method takes one loss
         objective = sources.objectives[level]
@@ -130,7 +131,7 @@ def draw(draws: Sequence[tuple[Draw, int]], sources: Sources, random: Mapping[st
             found.setdefault(f"all of {level}", []).extend(_terms(objective) for _ in range(times))
             continue
         batches = found.setdefault(level, [])
-        if own.only is not None and own.only[1] > int(random[own.only[0]]):
+        if own.only is not None and own.only[1] > numbers[own.only[0]]:
             batches += [batches[-1]] * times
         elif type(objective) is not Objective:
             batches += _some(objective, times)
