@@ -332,7 +332,8 @@ def everything(rank, parallel):
         for name in learning.METHODS
     }
     found["doremi"] = [*learning.doremi(pieces, args, 0, ranks)["weights"].values()]
-    cost_args = arguments(parallel=parallel, lower_steps=3)
+    SIZES["wide"] = {"width": 16, "layers": 1, "heads": 2}  # next to which a batch is small
+    cost_args = arguments(scale="wide", parallel=parallel, lower_steps=3)
     for name in () if rank is None else learning.METHODS:
         r = cost.measured(name, cost_args, ranks)
         sent = r["sent"]["allreduce" if parallel == "ddp" else "reducescatter"]
