@@ -67,7 +67,7 @@ def save_json(path: Path, numbers: Mapping[str, Any]) -> None:
 
 
 def save(args: argparse.Namespace, stem: Path, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Write numbers, arguments (only the names of absolute paths), machine and versions to ``stem``.json; return all."""
+    """Write numbers, arguments (of absolute paths the names), machine and versions to ``stem``.json; return all."""
     shown = {k: v.name if isinstance(v, Path) and v.is_absolute() else v for k, v in vars(args).items()}
     arguments = {k: str(v) if isinstance(v, Path) else v for k, v in shown.items()}
     whole = {"arguments": arguments, "environment": environment(getattr(args, "device", "cpu")), **numbers}
