@@ -24,38 +24,50 @@ __all__ = ["QUEUE", "Job", "main"]
 
 RECORDS = Path(__file__).parent / "few_shot" / "results"
 TRANSFER = Path(__file__).parents[1] / "docs" / "records"
-# Learning rates are searched with a tenth of the steps; the five best learners get three seeds.
-BUDGET = "--schedule cosine --share 0.1 --seeds 3 --best 5 --evaluations 20 --episodes 100 --test-episodes 600"
-OMNIGLOT = f"--data omniglot --rotations --steps 20000 {BUDGET} --learners"
-# One learning rate for each learner is searched with 200 steps; a step takes a second.
+# Learning rates are searched with a tenth of the steps.
+BUDGET = "--schedule cosine --share 0.1 --test-episodes 600"
+OMNIGLOT = f"--data omniglot --rotations --steps 20000 {BUDGET} --evaluations 20 --episodes 100"
+LEARNERS = "--learners protonet ridge anil fomaml maml first-order aid f2sa pzobo pzobo-code"
+# An episode of ResNet-12 takes a second in bfloat16, and a quarter of one to evaluate.
 CIFAR = (
-    "--data cifar_fs --backbone resnet12 --shot 5 --tasks 1 --augment --steps 2000 --schedule cosine --share 0.1 "
-    "--rates 0.0003 --seeds 1 --most 4 --evaluations 10 --episodes 60 --test-episodes 600 "
-    "--learners protonet ridge anil first-order aid"
+    "--data cifar_fs --backbone resnet12 --shot 5 --tasks 1 --augment --autocast --steps 1000 "
+    f"{BUDGET} --rates 0.0003 --seeds 1 --most 4 --evaluations 5 --episodes 40 "
+    "--learners aid protonet anil ridge first-order"
 )
-LEARNERS = "protonet ridge anil fomaml maml first-order aid pzobo-code pzobo f2sa imaml"  # the fastest first
+HEADS = f"--data mnist --steps 500 --out {shlex.quote(str(TRANSFER))}"
 
 
 class Job(NamedTuple):
-    """One comparison: the program that makes its runs, arguments, and the folder of its data, if it needs one."""
+    """One comparison.
+
+    Attributes:
+        run: the program that makes its runs.
+        hours: estimated hours of one core for all its runs, from the time of a few meta-steps of each learner.
+        arguments: those of the program.
+        data: folder of its data, if it needs one.
+    """
 
     run: Callable[[list[str]], object]
+    hours: float
     arguments: str
     data: str = ""
 
 
+# All methods with one seed come before more seeds, and expensive runs come last. Jobs that differ in learners and
+# seeds alone share their records.
 QUEUE = {
-    "omniglot-5": Job(compare.main, f"{OMNIGLOT} {LEARNERS}", "omniglot"),
-    "omniglot-20": Job(compare.main, f"--way 20 {OMNIGLOT} {LEARNERS}", "omniglot"),
-    "cifar-fs": Job(compare.main, CIFAR, "cifar_fs"),
-    "cifar-fs-pretrained": Job(compare.main, f"--pretrain 3000 {CIFAR}", "cifar_fs"),
+    "omniglot-5": Job(compare.main, 5.3, f"{OMNIGLOT} --seeds 1 {LEARNERS}", "omniglot"),
+    "cifar-fs-pretrained": Job(compare.main, 2.7, f"--pretrain 1500 {CIFAR}", "cifar_fs"),
+    "cifar-fs": Job(compare.main, 2.3, CIFAR, "cifar_fs"),
     **{
-        f"transfer-{labels}": Job(
-            transfer.main, f"--data mnist --labels {labels} --steps 1000 --out {shlex.quote(str(TRANSFER))}", "mnist"
-        )
-        for labels in (10, 30, 100)
+        f"transfer-{labels}": Job(transfer.main, 0.7, f"{HEADS} --labels {labels}", "mnist") for labels in (10, 30, 100)
     },
-    "mnist": Job(papers.main, "run 000-mnist"),
+    "mnist": Job(papers.main, 5, "run 000-mnist"),
+    "omniglot-5-seeds": Job(compare.main, 3.1, f"{OMNIGLOT} --seeds 3 --best 5 {LEARNERS}", "omniglot"),
+    "omniglot-5-imaml": Job(compare.main, 1.5, f"{OMNIGLOT} --seeds 1 --learners imaml", "omniglot"),
+    "omniglot-20": Job(
+        compare.main, 6.2, f"--way 20 {OMNIGLOT} --seeds 1 --learners protonet ridge anil aid maml", "omniglot"
+    ),
 }
 
 
@@ -65,10 +77,10 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--data-root", type=Path, help="folder with one folder per data set")
     parser.option("only", [*QUEUE], "comparisons to make", choices=[*QUEUE], metavar="NAME")
     parser.option("out", RECORDS, "folder of the few-shot records")
-    parser.add_argument("--list", action="store_true", help="show the comparisons, and make none")
+    parser.add_argument("--list", action="store_true", help="show the comparisons and their core-hours, and make none")
     args = parser.parse(given)
     if args.list:
-        print(*(f"{name}: {job.arguments}" for name, job in QUEUE.items()), sep="\n")
+        print(*(f"{name}, {job.hours:g} h: {job.arguments}" for name, job in QUEUE.items()), sep="\n")
         return
     if args.data_root is None:
         parser.error("the following argument is required: --data-root")

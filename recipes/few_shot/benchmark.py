@@ -1,11 +1,14 @@
-"""Time and peak memory of one meta-step of every learner, compared with a loop written by hand.
+"""Time and peak memory of one meta-step of every learner, compared with loops of the same method.
 
     python -m recipes.few_shot.benchmark
+    python -m recipes.few_shot.benchmark --learners maml fomaml anil --loops hand hand-last learn2learn torchopt
     python -m recipes.few_shot.benchmark --backbone resnet12 --size 84 --shot 5 --tasks 1 --repeats 1 --device cuda
 
-Images are random, and each entry runs in its own process. Times are the shortest of the repetitions; on a CPU they are
-CPU times of the process, so that other processes count little. The loops by hand take the tasks one by one, as a
-training script would. The norm of the meta-gradient shows that both compute the same (PZOBO's direction is random).
+Images are random, and each entry runs in its own process; entries take turns. Times are the shortest of all
+repetitions; on a CPU they are CPU times of the process, so that other processes count little. The loops take the tasks
+one by one, as a training script would: ``hand`` is written in plain torch, ``hand-last`` is the same with
+channels-last convolutions, as the learners have them, and the others use the library of that name. The norm of the
+meta-gradient shows that all compute the same (PZOBO's direction is random).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 import bilevel_optim as bo
@@ -149,13 +152,68 @@ HAND: dict[str, Callable[..., Pair]] = {
 }
 
 
-def by_hand(name: str, learner: Learner, episodes: Episodes) -> None:
-    """Run a meta-step by hand, which sets ``.grad`` of the meta-learned parameters."""
+def _adapted(
+    adapt: Callable[[nn.Module, float], tuple[Callable[[Tensor], None], nn.Module]],
+    learner: Adapting | HeadAdapting,
+    support: Batch,
+    query: Batch,
+) -> Pair:
+    """Adapt the whole network, or the head of fixed features, in the loop of another library."""
+    head, group = learner.network["head"], learner.optimizer.param_groups[-1]
+    features: nn.Module = learner.body if isinstance(learner, HeadAdapting) else nn.Identity()
+    network = head if isinstance(learner, HeadAdapting) else nn.Sequential(learner.body, head)
+    start = [*learner.body.parameters(), *head.parameters()]
+    known = features(support.images)
+    step, task = adapt(network, group["lr"])
+    for _ in range(learner.optimizer.lower_steps):
+        step(F.cross_entropy(task(known), support.labels))
+    loss = F.cross_entropy(task(features(query.images)), query.labels)
+    return [*torch.autograd.grad(loss, start)], loss
+
+
+def with_learn2learn(learner: Adapting | HeadAdapting, support: Batch, query: Batch, *, first: bool = False) -> Pair:
+    """Adapt a clone of the network, as learn2learn's MAML and ANIL do."""
+    import learn2learn
+
+    def adapt(network: nn.Module, lr: float) -> tuple[Callable[[Tensor], None], nn.Module]:
+        task = learn2learn.algorithms.MAML(network, lr=lr, first_order=first).clone()
+        return task.adapt, task
+
+    return _adapted(adapt, learner, support, query)
+
+
+def with_torchopt(learner: Adapting | HeadAdapting, support: Batch, query: Batch) -> Pair:
+    """Step the network itself by a differentiable optimizer of TorchOpt, then restore it."""
+    import torchopt
+
+    begun = []
+
+    def adapt(network: nn.Module, lr: float) -> tuple[Callable[[Tensor], None], nn.Module]:
+        begun.append((network, torchopt.extract_state_dict(network, by="reference")))
+        return torchopt.MetaSGD(network, lr=lr).step, network
+
+    found = _adapted(adapt, learner, support, query)
+    torchopt.recover_state_dict(*begun[0])
+    return found
+
+
+LOOPS: dict[str, dict[str, Callable[..., Pair]]] = {
+    "hand": HAND,
+    "hand-last": HAND,
+    "learn2learn": {
+        "maml": with_learn2learn, "fomaml": partial(with_learn2learn, first=True), "anil": with_learn2learn
+    },
+    "torchopt": {"maml": with_torchopt, "anil": with_torchopt},
+}  # fmt: skip
+
+
+def by_loop(loop: Callable[..., Pair], learner: Learner, episodes: Episodes) -> None:
+    """Run a meta-step as a loop over tasks, which sets ``.grad`` of the meta-learned parameters."""
     drawn = episodes.sample(learner.tasks, learner.generator)
     support, query = (get(drawn, None, learner.generator) for get in (episodes.lower, episodes.upper))
     total: list[Tensor] = []
     for i in range(learner.tasks):
-        gradients, _ = HAND[name](learner, *(Batch(b.images[i], b.labels[i]) for b in (support, query)))
+        gradients, _ = loop(learner, *(Batch(b.images[i], b.labels[i]) for b in (support, query)))
         total = [t + g / learner.tasks for t, g in zip(total, gradients, strict=True)] if total else [
             g / learner.tasks for g in gradients
         ]  # fmt: skip
@@ -187,13 +245,16 @@ def measured(args: argparse.Namespace) -> dict[str, float]:
     body = BACKBONES[args.backbone](3, args.size).to(args.device)
     before = peak(args.device)
     learner = make(args.alone, body, args.way, tasks=args.tasks, seed=0)
-    if args.hand:
+    if args.loop and args.loop != "hand-last":
         body.layout = torch.contiguous_format
 
     def step() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", bo.BilevelWarning)
-            by_hand(args.alone, learner, episodes) if args.hand else learner.backward(episodes)
+            if args.loop:
+                by_loop(LOOPS[args.loop][args.alone], learner, episodes)
+            else:
+                learner.backward(episodes)
 
     times, norm, first = [], 0.0, learner.generator.get_state()
     for i in range(args.repeats + 1):
@@ -210,10 +271,12 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     """Print the table; return its figures."""
     parser = Parser(__doc__, device=True, out=False)
     add_sizes(parser)
-    parser.option("repeats", 5, "timed meta-steps")
+    parser.option("repeats", 5, "timed meta-steps of a process")
+    parser.option("rounds", 1, "processes of each entry, in turns")
     parser.methods(LEARNERS, [*LEARNERS], "--learners")
+    parser.option("loops", ["hand"], "loops to compare with", choices=[*LOOPS])
     parser.add_argument("--alone", help=argparse.SUPPRESS)
-    parser.add_argument("--hand", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--loop", default="", help=argparse.SUPPRESS)
     args = parser.parse(given)
     if args.alone:
         figures = measured(args)
@@ -225,23 +288,23 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     rows: list[list[object]] = []
     results: dict[str, Any] = {}
     for name in args.learners:
-        entries = {"library": [], **({"hand": ["--hand"]} if name in HAND else {})}
-        found: dict[str, Any] = {
-            entry: alone("recipes.few_shot.benchmark", "--alone", name, *common, *flags)
-            for entry, flags in entries.items()
-        }
-        results[name], row = found, [name]
-        for entry in ("library", "hand"):
-            one = found.get(entry)
-            row += [one[k] for k in KEYS] if isinstance(one, dict) else [one, None, None]
-        both = all(isinstance(found.get(entry), dict) for entry in ("library", "hand"))
-        rows.append([*row, found["library"]["seconds"] / found["hand"]["seconds"] if both else None])
+        found: dict[str, Any] = {}
+        for entry in ["library", *(loop for loop in args.loops if name in LOOPS[loop])] * args.rounds:
+            loop = ["--loop", entry] if entry != "library" else []
+            one = alone("recipes.few_shot.benchmark", "--alone", name, *common, *loop)
+            if isinstance(one, str) or one["seconds"] <= found.get(entry, one)["seconds"]:
+                found[entry] = one
+        results[name] = found
+        for entry, one in found.items():
+            whole = isinstance(one, dict) and isinstance(found["library"], dict)
+            ratio = found["library"]["seconds"] / one["seconds"] if whole and entry != "library" else None
+            rows.append([name, entry, *([one[k] for k in KEYS] if isinstance(one, dict) else [one, None, None]), ratio])
     print(", ".join(f"{k} {v}" for k, v in environment(args.device).items()))
     title = (
         f"One meta-step of {args.tasks} episodes, {args.way}-way {args.shot}-shot, {args.query} query images of a "
         f"class, {args.backbone}, {args.size}x{args.size}"
     )
-    show(title, ("", "seconds", "MiB", "norm", "by hand: seconds", "MiB", "norm", "ratio"), rows)
+    show(title, ("", "loop", "seconds", "MiB", "norm", "library to loop"), rows)
     return {"results": results}
 
 

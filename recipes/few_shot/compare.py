@@ -130,6 +130,8 @@ def compare(args: argparse.Namespace, episodes: dict[str, Episodes], records: Re
             if search:
                 found["search"] = True
             records.keep(found)
+            if search or test:  # never resumed again, and of 200 MB with ResNet-12
+                checkpoint.unlink(missing_ok=True)
         return found
 
     def tried(name: str, lr: float, seed: int) -> Run:

@@ -352,7 +352,7 @@ def test_a_comparison_is_made_once(command, tmp_path, capsys, monkeypatch):
     assert len(saved["runs"]) == 7
     assert sorted(r["seed"] for r in tested) == [0, 0, 1]
     assert all(r["test"]["episodes"] == 6 for r in tested)
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 7
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 7 - len(tested)  # those of finished runs are removed
     del made[:]
     compare.main(arguments)
     assert not made
@@ -361,6 +361,20 @@ def test_a_comparison_is_made_once(command, tmp_path, capsys, monkeypatch):
     assert "seconds to a validation accuracy" in out
     with pytest.raises(SystemExit, match="is of other settings"):
         compare.main([*arguments, "--episodes", "4"])
+
+
+def test_jobs_of_one_comparison_share_their_records(command, tmp_path, monkeypatch):
+    """Seed 0 of all learners, then more seeds: each search and run is made once, and leaves no checkpoint."""
+    shared = [*command, "--learners", "protonet", "fomaml", "--share", "0.5", "--most", "3"]
+    made = []
+    one = compare.one
+    monkeypatch.setattr(compare, "one", lambda *a, **k: made.append(a[0].steps) or one(*a, **k))
+    assert compare.main([*shared, "--seeds", "1"])["done"]
+    assert made == [1, 1, 1, 2] * 2  # three rates with half the budget, the best with the whole
+    del made[:]
+    assert compare.main([*shared, "--seeds", "2", "--best", "1"])["done"]
+    assert made == [2]
+    assert not [*(tmp_path / "checkpoints").iterdir()]
 
 
 def test_the_program_trains_and_resumes(command, tmp_path, capsys):
@@ -400,14 +414,17 @@ def test_help_names_the_learners(capsys):
         assert "pzobo-code" in capsys.readouterr().out
 
 
-def test_loops_by_hand_compute_the_same(capsys):
+@pytest.mark.parametrize("loop", benchmark.LOOPS)
+def test_loops_compute_the_same(loop, capsys):
     torch.set_default_dtype(torch.float32)
+    if not loop.startswith("hand"):
+        pytest.importorskip(loop)
     size = ["--size", "16", "--way", "2", "--query", "2", "--tasks", "2", "--repeats", "1"]
-    for name in benchmark.HAND:
+    for name in benchmark.LOOPS[loop]:
         ours = benchmark.main([*size, "--alone", name])["norm"]
-        hand = benchmark.main([*size, "--alone", name, "--hand"])["norm"]
+        other = benchmark.main([*size, "--alone", name, "--loop", loop])["norm"]
         if name != "pzobo":  # a single random direction, another one here and there
-            assert ours == pytest.approx(hand, rel=1e-3)
+            assert ours == pytest.approx(other, rel=1e-3)
 
 
 def test_the_profile_counts_evaluations_of_the_body(capsys, monkeypatch):
@@ -430,14 +447,21 @@ def test_the_profile_counts_evaluations_of_the_body(capsys, monkeypatch):
     assert "body at each lower step" in capsys.readouterr().out
 
 
-def test_the_benchmark_shows_every_learner(capsys, monkeypatch):
-    figures = {"seconds": 2.0, "mebibytes": 3.0, "norm": 1.0}
+def test_the_benchmark_takes_turns_and_keeps_the_shortest(capsys, monkeypatch):
     called = []
-    monkeypatch.setattr(benchmark, "alone", lambda module, *given: called.append(given) or figures)
-    found = benchmark.main(["--learners", "anil", "ridge", "--way", "3"])["results"]
-    assert found == {"anil": {"library": figures, "hand": figures}, "ridge": {"library": figures}}
-    assert all(given[:2] in {("--alone", "anil"), ("--alone", "ridge")} for given in called)
-    assert "3-way 1-shot" in capsys.readouterr().out
+
+    def alone(module, *given):
+        called.append((given[1], given[given.index("--loop") + 1] if "--loop" in given else "library"))
+        return {"seconds": 2.0 + 4 * ("--loop" in given) + (len(called) < 3), "mebibytes": 3.0, "norm": 1.0}
+
+    monkeypatch.setattr(benchmark, "alone", alone)
+    found = benchmark.main(["--learners", "anil", "ridge", "--way", "3", "--rounds", "2"])["results"]
+    assert called == [("anil", "library"), ("anil", "hand")] * 2 + [("ridge", "library")] * 2
+    assert {entry: one["seconds"] for entry, one in found["anil"].items()} == {"library": 2, "hand": 6}
+    assert [*found["ridge"]] == ["library"]
+    out = capsys.readouterr().out
+    assert "3-way 1-shot" in out
+    assert re.search(r"anil +hand +6 +3 +1 +0.3333\n", out)
 
 
 def test_the_example_of_the_readme_runs(capsys, monkeypatch):
