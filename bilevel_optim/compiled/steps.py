@@ -182,7 +182,7 @@ class CompiledSteps:
     def _noted(self, loss: Tensor, reason: str) -> Tensor:
         """Report why a step was eager, and return its loss."""
         if reason:
-            self.optimizer.diagnostics["compile_fallback"] = reason
+            self.optimizer._diagnostics["compile_fallback"] = reason
             self._warn(reason)
         return loss
 
