@@ -294,7 +294,7 @@ class CompiledSteps:
         if draws is None:
             reason = (
                 "the number of a step's draws is known only as it runs, but a graph needs its draws in advance: use "
-                "lower_tol=0, if it is set"
+                "lower_tol=0, if it is set; a method of your own has to define _draws"
             )
         elif many:
             reason = (
