@@ -182,7 +182,7 @@ class CompiledSteps:
     def _noted(self, loss: Tensor, reason: str) -> Tensor:
         """Report why a step was eager, and return its loss."""
         if reason:
-            self.optimizer.diagnostics["compile_fallback"] = reason
+            self.optimizer._diagnostics["compile_fallback"] = reason
             self._warn(reason)
         return loss
 
@@ -294,7 +294,7 @@ class CompiledSteps:
         if draws is None:
             reason = (
                 "the number of a step's draws is known only as it runs, but a graph needs its draws in advance: use "
-                "lower_tol=0, if it is set"
+                "lower_tol=0, if it is set; a method of your own has to define _draws"
             )
         elif many:
             reason = (

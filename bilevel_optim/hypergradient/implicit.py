@@ -134,8 +134,12 @@ def _bound(v: Vector, slope: Vector, *, lanes: bool) -> Tensor:
 
 def _curvature(v: Vector, product: Vector, *, lanes: bool) -> Tensor:
     """Return the curvature of g along v; ``product`` is that of its Hessian with v."""
-    square, across = (v.lane_dot(v), v.lane_dot(product)) if lanes else (v.dot(v), v.dot(product))
-    return across / square.clamp_min(torch.finfo(square.dtype).tiny)
+    norm, dot = (Vector.lane_norm, Vector.lane_dot) if lanes else (Vector.norm, Vector.dot)
+    # Squares of a small or a large v leave the range of single precision.
+    inverse = 1 / norm(v).clamp_min(max([torch.finfo(t.dtype).tiny for t in v]))
+    v, product = v.times(inverse), product.times(inverse)
+    square = dot(v, v)
+    return dot(v, product) / square.clamp_min(torch.finfo(square.dtype).tiny)
 
 
 def _require_few(oracle: Oracle) -> None:

@@ -505,6 +505,30 @@ def test_auto_warns_of_a_saddle():
     torch.testing.assert_close(x.grad, torch.linalg.solve(H, torch.ones(10)).sum()[None], rtol=1e-8, atol=0)
 
 
+@pytest.mark.parametrize("tasks", [False, True])
+@pytest.mark.parametrize("scale", [1e-25, 1e19])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_the_curvature_of_a_very_small_or_large_solution(kind, scale, tasks):
+    """Squares of such a v leave the range of single precision: it was 0, infinite, or that of the wider tensors."""
+    h = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float32)
+    x, y = torch.ones_like(h).requires_grad_(), torch.zeros_like(h).requires_grad_()
+    z = torch.zeros(3, dtype=kind, requires_grad=True)
+
+    def lower(*batch):
+        return ((h * (y - x).square()).sum() + (h * (z - x).square()).sum().float()) / 2
+
+    def upper(*batch):
+        return scale * ((h * y).sum() + z.sum().float())
+
+    optimizer = bo.AID([x], [y, z], lr=0.0, lower_lr=0.1, lower_steps=1, linear_solver="direct")
+    two = torch.zeros(2, 1)
+    optimizer.backward(upper, lower, **({"tasks": bo.TensorTasks(two, two)} if tasks else {}))
+    v, curvatures = torch.cat([torch.ones_like(h), 1 / h]), torch.cat([h, h])
+    want = float(v.square() @ curvatures / v.square().sum())
+    found = optimizer.diagnostics["linear_curvature"].double()
+    torch.testing.assert_close(found, torch.full((2,) if tasks else (), want), rtol=1e-5, atol=0)
+
+
 def test_a_start_solved_but_for_the_kernel_is_kept_by_minres():
     """Products with its residual are rounding; the second call was off by 17 %."""
     H, b = torch.diag(torch.tensor([0.0, 0.0, 0.03, 0.1, 0.3])), torch.tensor([1.0, -1.0, 2.0, 0.5, 1.0])
