@@ -232,7 +232,8 @@ class Oracle(Point):
         """Return derivatives of <gradients, v>, sharded as the parameters; ``at``: the variables of the gradients."""
         plain = bool(self.session.found.fused)
         if not self.sharded:
-            return pulled(gradients, variables, v, plain=plain)
+            products = pulled(gradients, variables, v, plain=plain)
+            return self.apart(products) if self.session.hooked else products
         gathered = self.session.gathered
         return gathered.scattered(pulled(gradients, variables, gathered.gathered(v, at), plain=plain), like)
 

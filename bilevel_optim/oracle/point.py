@@ -272,7 +272,12 @@ class Point:
                     f"the gradient of parameter {names.get(id(t), '')} is sparse, but only dense gradients are "
                     "supported: create its module (nn.Embedding, nn.EmbeddingBag) with sparse=False"
                 )
-        return found
+        return self.apart(found, graph=graph) if self.session.hooked else found
+
+    @staticmethod
+    def apart(gradients: Sequence[Tensor | None], *, graph: bool = False) -> Sequence[Tensor | None]:
+        """Return copies of gradients, without a graph by default: a hook may return one tensor of its own each time."""
+        return [None if t is None else (t if graph else t.detach()).clone() for t in gradients]
 
     def averaged(self, *results: Any) -> tuple[Any, ...]:
         """Return means over the ranks if these share the problem; otherwise the results themselves."""

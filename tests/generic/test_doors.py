@@ -66,6 +66,26 @@ def test_hooks_on_x_are_called_once_for_the_hypergradient(row, hook):
         close(changed, hook(plain) if plain.shape == FROZEN.shape else plain * 2, 1e-12)
 
 
+@pytest.mark.parametrize("name", ["AID", "ITD", "F2SA", "PZOBO", "SOBA"])
+def test_a_hook_may_return_one_tensor_of_its_own_each_time(name):
+    found = []
+    for own in (False, True):
+        torch.manual_seed(0)
+        x, y = (torch.tensor(values).requires_grad_() for values in ([1.0, 2.0], [0.3, 0.4]))
+        kept = torch.zeros(2)
+        y.register_hook(lambda g, kept=kept, own=own: kept.copy_(g) if own else g.clone())
+        options = {} if name == "SOBA" else {"lower_steps": 2}
+        optimizer = getattr(bo, name)([x], [y], lr=0.1, lower_lr=0.3, **options)
+        for _ in range(2):
+            optimizer.step(
+                lambda y=y: (y * torch.tensor([1.0, 2.0])).sum(),
+                lambda x=x, y=y: (y - x).square().sum() / 2 + (y[0] - y[1]) ** 2,
+            )
+        found.append((x.detach(), y.detach(), x.grad))
+    for plain, other in zip(*found, strict=True):
+        assert torch.equal(plain, other)
+
+
 def test_a_hook_on_accumulated_gradients_is_refused():
     for which in (0, 1):
         x, y, upper, lower = problem_with_hooks()
