@@ -67,12 +67,15 @@ def _reproducible():
 # Tests that count evaluations of a loss, or whose losses are not what their derivatives say on purpose.
 UNCHECKED = ("attack", "compiled", "devices", "fuzz", "layers", "methods")
 # Without --slow also those of many rows; their neighbours see that the check leaves no trace.
-UNCHECKED_FILES = ("test_auto_rate", "test_limits", "test_tasks", "test_told", "test_truth", "test_upper_optimizer")
+UNCHECKED_FILES = (
+    *("test_recipes", "test_papers", "test_data_mixing", "test_training", "test_learners"),
+    *("test_auto_rate", "test_limits", "test_tasks", "test_told", "test_truth", "test_upper_optimizer"),
+)
 
 
 @pytest.fixture(autouse=True)
 def _derivatives_unchecked(request, monkeypatch):
     """Leave out the check of derivatives in the first step, where it is not the subject of the tests."""
-    short = not request.config.getoption("--slow") and request.path.parent.name == "generic"
+    short = not request.config.getoption("--slow")
     if request.path.parent.name in UNCHECKED or (short and request.path.stem in UNCHECKED_FILES):
         monkeypatch.setattr("bilevel_optim.optimizer.method.Method._has_new_losses", lambda *_: False)

@@ -6,7 +6,7 @@ every third of these rows; which third depends on the test, so that each kind ru
 ``@pytest.mark.every_row`` keeps all rows, because a row has its own truth there;
 ``@pytest.mark.usually("a", "b")`` keeps the cases of these ids, or with a parameter of one of these names.
 ``@pytest.mark.few(n)`` keeps n cases, evenly spread, where all share their code. The markers and ``FOLDERS`` decide
-alone: a test needs no other way to be short. Of the doctests of methods, those of ``MAIN`` run.
+alone: a test needs no other way to be short. Of the doctests, those of ``MAIN`` run, but for ``LONG``.
 """
 
 from collections import Counter, defaultdict
@@ -21,6 +21,8 @@ MAIN = (
     *("AID", "ITD", "F2SA", "BOME", "PZOBO", "SOBA", "StocBiO", "RSVRB", "RAHGD", "RAGDA", "MAML", "RTMLMC"),
     "FirstOrder",
 )
+# What takes more than a second in its example.
+LONG = ("BOME", "RSVRB", "RTMLMC", "suggest")
 
 
 def is_slow(item):
@@ -39,9 +41,11 @@ def left_out(items):
 
 
 def _is_long(item):
-    """Return whether an item is the example of a method that is not in ``MAIN``; many make a thousand steps."""
+    """Return whether an item is an example of ``LONG``, or of a method not in ``MAIN``; many make a thousand steps."""
     module, _, name = item.name.rpartition(".")
-    return module.startswith("bilevel_optim.methods.") and name in methods() and name not in MAIN
+    if not module.startswith("bilevel_optim."):
+        return False
+    return name in LONG or (module.startswith("bilevel_optim.methods.") and name in methods() and name not in MAIN)
 
 
 def _kept(cases):

@@ -207,7 +207,7 @@ def test_large_lower_problems_are_checked_without_a_dense_hessian(reference):
         return F.cross_entropy(model(-X) @ head, t)
 
     good, hasty = (
-        bo.AID([x], model.parameters(), lr=0.1, lower_lr=0.15, lower_steps=200, linear_steps=n) for n in (40, 1)
+        bo.AID([x], model.parameters(), lr=0.1, lower_lr=0.15, lower_steps=120, linear_steps=n) for n in (40, 1)
     )
     kind = {} if reference == "implicit" else {"reference": reference, "directions": 3}
     assert bo.check_hypergradient(good, upper, lower, rtol=5e-2, **kind).reference == reference

@@ -188,10 +188,7 @@ def test_the_valley_and_the_regret():
     assert (found.high - found.low) / 2 == pytest.approx(12.7062047 * 0.05)
 
 
-RUN = (
-    "--scale small --steps 4 --warmup 1 --lower-steps 2 --lr 0.5 "
-    "--train-steps 5 --seeds 2 --grid 0.2 0.5 0.8 --judged 12"
-)
+RUN = "--scale small --steps 4 --warmup 1 --lower-steps 2 --lr 0.5 --train-steps 5 --seeds 2 --grid 0.2 0.8 --judged 12"
 
 
 def test_the_program(tmp_path, capsys):

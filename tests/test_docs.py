@@ -54,7 +54,7 @@ def test_a_job_of_the_readme_is_better_than_the_ordinary_way_after_few_steps(job
     assert printed_by(program, capsys) > JOBS[job][1]
 
 
-@pytest.mark.parametrize("pixels", [49, pytest.param(784, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pixels", [25, pytest.param(784, marks=pytest.mark.slow)])
 def test_blocks_of_start_run_as_pasted_one_after_the_other(pixels, monkeypatch, capsys):
     """The last of them makes a reference for the whole model, in time that grows with its size."""
     page = PAGES[ROOT / "docs/start.md"]

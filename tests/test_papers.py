@@ -715,7 +715,7 @@ def test_sabotage_turns_the_verdict_on_badly_conditioned_problems():
 @pytest.mark.parametrize("searched", [("lr", "lower_lr"), pytest.param(None, marks=pytest.mark.slow)])
 def test_sabotage_turns_the_verdict_on_the_saddle(searched):
     """With the rates searched alone, or all settings."""
-    experiment = small(saddle.EXPERIMENTS[0], budget=500)
+    experiment = small(saddle.EXPERIMENTS[0], budget=300)
     if searched:
         arms = {
             name: dataclasses.replace(

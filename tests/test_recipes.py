@@ -29,7 +29,7 @@ from recipes import (
     meta_classification,
     saddle_escape,
 )
-from recipes.benchmarks import conditioning, contextual, difference_steps, many_tasks, overhead, warm_starts
+from recipes.benchmarks import conditioning, contextual, many_tasks, overhead
 from recipes.common import Parser, progress, rows, spend, summary, table, train, tuned
 from recipes.problems import few_images, kernel_machine, suspects
 from recipes.problems.newsgroups import SparseFeatures, load_newsgroups
@@ -62,7 +62,7 @@ def cleaned(r):
 def represented(r):
     assert all(result["curve"][-1]["accuracy"] > 0.88 for result in r["results"].values())
     assert all(len({*result["accuracies"]}) == 2 for result in r["results"].values()), "each seed is a run of its own"
-    assert r["results"]["pzobo-code"]["oracle_calls"]["lower_grad"] == 25 * 10 * 2
+    assert r["results"]["pzobo-code"]["oracle_calls"]["lower_grad"] == r["arguments"]["steps"] * 10 * 2
 
 
 def regularized(r):
@@ -411,16 +411,21 @@ def run(tmp_path, monkeypatch, capsys, request):
 # Programs that other tests run too (audits, searches without time, jobs), or whose parts they test (kernels), and
 # programs of which the test expects lines alone.
 LONG = ("audit_labels", "hanging_net", "length_scales", "three_jobs", "tolls")
-LONG += ("benchmarks.paths", "benchmarks.step_parts", "benchmarks.step_path")
+LONG += ("benchmarks.paths", "benchmarks.step_parts", "benchmarks.step_path", "benchmarks.bilevel_suite")
+# Tables of a study each, like those of the benchmarks that run, and a study of saddle points, like that of the papers.
+LONG += tuple(
+    f"benchmarks.{name}"
+    for name in ("contextual", "copies", "difference_steps", "linear_systems", "lower_rates", "many_tasks", "suggest")
+)
+LONG += ("benchmarks.warm_starts", "saddle_escape")
 # What replaces their arguments without --slow.
 SHORTER = {
     "hyper_cleaning": "--steps 8 --optimizer aid f2sa",
     "learn_to_regularize": "--steps 6 --optimizer rahgd aid-nesterov ba f2sa-2 first-order",
-    "saddle_escape": "--seeds 1 --steps 100 --optimizer pragda gda,_lr_1",
     "meta_classification": "--steps 6 --tasks 2 --levels 2 --optimizer rt-mlmc maml",
     "transfer": "--steps 1 --seeds 1 --most 3 --cases wrong --arms untrained ITD",
     "newsvendor": "--steps 12 --levels 2 --price 10 --test-points 1000 --optimizer erm rt-mlmc wdro",
-    "hyper_representation": "--steps 25 --seeds 2 --optimizer aid-fp pzobo-code",
+    "hyper_representation": "--steps 18 --seeds 2 --optimizer aid-fp pzobo-code",
 }
 
 
@@ -430,10 +435,6 @@ def test_program(name, run, tmp_path, request, monkeypatch):
     arguments, stem, check = RUNS[name]
     if not request.config.getoption("--slow"):
         arguments = SHORTER.get(name, arguments)
-        monkeypatch.setattr(warm_starts, "PACES", {pace: warm_starts.PACES[pace] for pace in ("still", "slow")})
-        monkeypatch.setattr(difference_steps, "ORDERS", (1,))
-        monkeypatch.setattr(difference_steps, "STEPS", 50)
-        monkeypatch.setitem(difference_steps.PRECISIONS, "float32", (torch.float32, -4.5, -2.5))
         monkeypatch.setattr(few_images, "MARKS", (20,))
     numbers, printed = run(name, arguments, None if stem is None else tmp_path, pictures=True)
     assert len(printed.out.splitlines()) > 3
@@ -507,7 +508,7 @@ def test_saturated_demand(run):
 
 
 def test_bilevel_suite_resumes(run, tmp_path):
-    arguments = "--seconds 0.3 --evaluations 2 --seeds 2 --problem quadratics --examples 500 --dims 8 3 --ratios 3"
+    arguments = "--seconds 0.15 --evaluations 2 --seeds 2 --problem quadratics --examples 500 --dims 8 3 --ratios 3"
     first, _ = run("benchmarks.bilevel_suite", f"{arguments} --methods aid --steps 0.1")
     assert first["new_runs"] == 2
     # One step of the other size is enough to see that it diverges: a busy machine makes few in the time.

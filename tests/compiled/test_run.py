@@ -152,6 +152,7 @@ def test_a_loss_with_other_data_has_another_graph(change):
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.usually("own generators", "other sizes", "mixed")
 @pytest.mark.parametrize("kind", ["one stream", "own generators", "other counts", "other sizes", "mixed"])
 def test_terms_of_sums_are_drawn_at_once(kind):
     """They are those of single draws, also from torch's default generator, and where terms have rows of their own."""
@@ -186,6 +187,7 @@ def losses_of(optimizer, losses, at_once, first=5, steps=14):
     return torch.stack(found)
 
 
+@pytest.mark.usually("type")
 @pytest.mark.parametrize("change", ["rows", "type", "length"])
 def test_tuples_of_another_form_end_what_is_drawn_at_once(change):
     """Batches of inputs and targets have a check of their own."""
@@ -391,6 +393,7 @@ def test_memory_that_many_steps_share_is_not_that_of_their_results():
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.usually("SOBA")
 @pytest.mark.parametrize("kind", [bo.SOBA, bo.MRBO])
 def test_results_of_a_step_are_not_in_the_memory_of_the_next(kind):
     """Small steps on a CPU write values that are copied into the same memory each time; losses and state stay."""

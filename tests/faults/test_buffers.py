@@ -273,7 +273,7 @@ def test_a_normalisation_that_nothing_calls_costs_no_evaluation():
 def test_a_normalisation_that_joins_a_compiled_step():
     problem = Late()
     params = [p for m in (problem.first, problem.head, problem.norm) for p in m.parameters()]
-    optimizer = bo.AID([problem.x], params, lr=0.01, lower_lr=0.01, lower_steps=1, linear_steps=1)
+    optimizer = bo.SOBA([problem.x], params, lr=0.01, lower_lr=0.01)
     optimizer.compile(backend="eager")
     for _ in range(3):
         optimizer.step(problem.upper, problem.lower)

@@ -198,6 +198,7 @@ def test_a_group_is_not_held_when_it_is_destroyed(tmp_path):
     assert [*together(2, tmp_path, after_destroying).values()] == [(True, 4, 2)] * 2
 
 
+@pytest.mark.slow  # as the one of a group of its own below
 def test_the_default_group_is_not_held_when_it_is_destroyed():
     program = """
 import gc, weakref, torch, torch.distributed as dist, bilevel_optim as bo

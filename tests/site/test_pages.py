@@ -45,6 +45,8 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, request):
         if not request.config.getoption("--slow"):
             short = short.replace(", 500, ", ", 40, ")  # steps of an ordinary training
             short = re.sub(r"range\(20\)", "range(5)", short)
+            short = short if "assert" in block else short.replace("range(100)", "range(5)")
+            short = short.replace(", 40, ", ", 8, ").replace("steps=30)", "steps=5)")
             short = short.replace("range(10):\n    w = solve(", "range(1):\n    w = solve(")  # each solves five folds
             short = short.replace("np.logspace(-2, 1, 7)", "[0.1, 1.0]")  # each penalty is fitted to five folds
             short = short.replace("1, 28, 28)", "1, 16, 16)")  # images
