@@ -130,8 +130,9 @@ def test_a_method_that_takes_only_values_is_not_asked_for_derivatives():
 
 @pytest.mark.parametrize(
     ("name", "loss", "derivative"),
-    [("AID", by_cond, "second derivative in y"), ("F2SA", by_while, "gradient in y"),
-     pytest.param("AID", by_scan, "second derivative in y", marks=pytest.mark.slow)],  # as by_cond
+    [("AID", by_cond, "second derivative in y"),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (  # as by_cond
+         ("F2SA", by_while, "gradient in y"), ("AID", by_scan, "second derivative in y")))],
 )  # fmt: skip
 def test_control_flow(name, loss, derivative):
     y = weights()
