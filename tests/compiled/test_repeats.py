@@ -182,7 +182,6 @@ def test_parts_with_other_numbers_are_other_parts():
     assert not calls(fold_repeats(traced(function, *tensors)))
 
 
-@pytest.mark.usually("ITD", "F2SA")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -187,7 +187,7 @@ def losses_of(optimizer, losses, at_once, first=5, steps=14):
     return torch.stack(found)
 
 
-@pytest.mark.usually("type")
+@pytest.mark.usually("rows", "length")
 @pytest.mark.parametrize("change", ["rows", "type", "length"])
 def test_tuples_of_another_form_end_what_is_drawn_at_once(change):
     """Batches of inputs and targets have a check of their own."""
