@@ -208,7 +208,9 @@ def as_variable(t: Tensor, needed: bool = True) -> Tensor:
 
 
 def _largest(t: Tensor) -> Tensor:
-    return _full_value(t.abs().max()) if is_sharded(t) else torch.stack(torch.aminmax(t)).abs().max()
+    if is_sharded(t):  # the part of a rank may be empty, of which torch takes no maximum
+        return t.full_tensor().abs().max()  # type: ignore[attr-defined, no-any-return]
+    return torch.stack(torch.aminmax(t)).abs().max()
 
 
 def _match_type(factor: Tensor, t: Tensor) -> Tensor:

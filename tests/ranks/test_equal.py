@@ -253,7 +253,9 @@ def test_every_method_on_several_ranks_is_that_on_one(world, dtype, every, tmp_p
         expected |= {f"{name}, sharded": sharded(*row) for name, row in sharded_cases(every).items()}
         assert all(results[rank]["sampled"] == results[0]["sampled"] for rank in range(world))
     for name, values in expected.items():
-        tolerance = 1e-6 if dtype == torch.float32 else 1e-7 if "differences" in name or "sharded" in name else 1e-10
+        tolerance = 1e-7 if "differences" in name or "sharded" in name else 1e-10
+        if dtype == torch.float32:  # differences of gradients are off by eps ** (2 / 3), rounded otherwise on one rank
+            tolerance = 2.5e-5 if "differences" in name else 1e-6
         for rank in range(world):
             got = torch.tensor(results[rank][name], dtype=values.dtype)
             torch.testing.assert_close(got, values, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
