@@ -208,7 +208,7 @@ def as_variable(t: Tensor, needed: bool = True) -> Tensor:
 
 
 def _largest(t: Tensor) -> Tensor:
-    if is_sharded(t):  # the part of a rank may be empty, of which torch takes no maximum
+    if is_sharded(t):  # the part of a rank may be empty, and nothing has no maximum
         return t.full_tensor().abs().max()  # type: ignore[attr-defined, no-any-return]
     return torch.stack(torch.aminmax(t)).abs().max()
 
