@@ -30,7 +30,7 @@ from recipes import (
     saddle_escape,
 )
 from recipes.benchmarks import conditioning, contextual, many_tasks, overhead
-from recipes.common import Parser, progress, rows, spend, summary, table, train, tuned
+from recipes.common import Parser, progress, rows, save, spend, summary, table, train, tuned
 from recipes.problems import few_images, kernel_machine, suspects
 from recipes.problems.newsgroups import SparseFeatures, load_newsgroups
 from recipes.problems.problem import Part
@@ -936,6 +936,14 @@ def test_a_folder_that_takes_no_files_is_refused_before_the_run(capsys, tmp_path
     with pytest.raises(SystemExit, match="2"):
         Parser("").parse([])  # the default is tried too
     assert "argument --out: invalid value: results" in capsys.readouterr().err
+
+
+def test_records_hold_no_folders_of_the_machine(tmp_path):
+    args = argparse.Namespace(data_root=tmp_path / "mnist", out=Path("docs/records"), labels=10)
+    save(args, tmp_path / "record", {"results": {}})
+    text = (tmp_path / "record.json").read_text()
+    assert json.loads(text)["arguments"] == {"data_root": "mnist", "out": "docs/records", "labels": 10}
+    assert str(tmp_path) not in text
 
 
 @pytest.mark.parametrize(
