@@ -38,7 +38,7 @@ class Estimate:
     Attributes:
         loss: upper loss at the point where the estimate was made, a scalar tensor.
         gradient: estimate of the hypergradient, shaped like x.
-        diagnostics: useful scalars and small tensors; a vector is reported by its norm; others may be `Later`.
+        diagnostics: useful scalars and small tensors; a vector is reported by its norm; others may be computed later.
         memory: tensors shaped like y to remember for the next estimate, by name.
         upper_memory: the same shaped like x.
         start: derivative in the initial lower value of the steps, if it is known.

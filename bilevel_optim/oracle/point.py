@@ -92,7 +92,7 @@ class Point:
 
     @property
     def moved(self) -> tuple[bool, bool]:
-        """Two marks, of x and of y: True for other values than those of the live tensors."""
+        """True for x, and True for y, if the point has other values than the live tensors."""
         x, y = self.placing
         return x is not None, y is not None
 
