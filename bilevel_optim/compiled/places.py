@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -43,8 +44,9 @@ class StatePlaces:
         self._live = [*pure.live_x, *pure.live_y]
         self._structure: Any = None
         self._found = False  # the rest is known
-        self._kept: list[Any] = []  # options on which the state depends, and names of tensors among the numbers
-        self._names: list[tuple[Tensor, dict[str, Any] | None, list[str]]] = []  # all entries of each live tensor
+        self._kept: list[Any] = []  # options on which the state depends, and all names in it
+        self._owners: list[Tensor] = []  # tensors with a state
+        self._states: list[dict[str, Any]] = []  # their states
         self._entries: list[tuple[dict[str, Any], str]] = []  # those that a step reads, in order
 
     def read(self) -> tuple[list[Tensor], Any]:
@@ -54,24 +56,24 @@ class StatePlaces:
 
     def _at_known_places(self) -> list[Tensor] | None:
         """Return the tensors of the state; None if others belong to it now, or something else has changed."""
-        state = self._optimizer.state
+        state, owners, states = self._optimizer.state, self._owners, self._states
+        # By functions in C, because every step does this, and hashing a tensor is a call of a function in Python.
+        if len(state) != len(owners) or not (all(map(is_, state, owners)) and all(map(is_, state.values(), states))):
+            return None
         if self._options() != self._kept:
             return None
-        for parameter, entries, names in self._names:
-            own = state.get(parameter)
-            if own is not entries or (own is not None and [*own] != names):
-                return None
         tensors = [t.detach() for t in self._live]
         tensors += self._pure.buffers
         tensors += self._rates(tensors[-1].device)
-        tensors += [entries[name] for entries, name in self._entries]
-        tensors += [value for value in self._optimizer.numbers.values() if isinstance(value, Tensor)]
-        return tensors if all([isinstance(t, Tensor) for t in tensors]) else None
+        kept = [entries[name] for entries, name in self._entries]
+        if numbers := self._optimizer.numbers:
+            kept += [value for value in numbers.values() if isinstance(value, Tensor)]
+        return tensors + kept if all([isinstance(t, Tensor) for t in kept]) else None
 
     def _options(self) -> list[Any]:
-        optimizer = self._optimizer
-        names = [name for name, value in optimizer.numbers.items() if isinstance(value, Tensor)]
-        return [optimizer.warm_start, optimizer.lower_init is None, optimizer._placeholders, *names]
+        optimizer, numbers = self._optimizer, self._optimizer.numbers
+        found = [optimizer.warm_start, optimizer.lower_init is None, optimizer._placeholders, *map(list, self._states)]
+        return found + [name for name in numbers if isinstance(numbers[name], Tensor)] if numbers else found
 
     def _search(self) -> tuple[list[Tensor], Any]:
         optimizer, (x, y) = self._optimizer, (self._pure.live_x, self._pure.live_y)
@@ -80,9 +82,9 @@ class StatePlaces:
         own = [t.detach() for t in x], [t.detach() for t in y]
         tensors: list[Tensor] = []
         self._structure = structure_of(state_of(known, optimizer.numbers, *own, self._pure.buffers, now), tensors)
-        self._kept = self._options()
         state = optimizer.state
-        self._names = [(p, state.get(p), [*state.get(p, ())]) for p in (*x, *y)]
+        self._owners, self._states = [*state], [*state.values()]
+        self._kept = self._options()
         places = [(state[p], name) for name in known["memory"] for p in y]
         places += [(state[p], name) for name in known["upper_memory"] for p in x]
         places += [(state[y[0]], TABLE + name) for name in known["tables"]]
@@ -161,7 +163,7 @@ class Writer:
         lower = results["lower"] if moved.get("lower") is None else moved["lower"]
         live = [] if lower is None else [*zip(y, lower, strict=True)]
         live += [] if not moved else zip(self._x, moved["x"], strict=True)
-        self._live, self._values = Vector([t for t, _ in live]), [place for _, place in live]
+        self._live, self._values = [t for t, _ in live], [place for _, place in live]
         staying = self.loss, self._diagnostics, self._numbers, self._solvers, [place for *_, place in self._entries]
         self.kept = {leaf for leaf in tree_leaves(staying) if isinstance(leaf, Place)}
 
@@ -171,7 +173,7 @@ class Writer:
         gradients = [values[place].clone() for place in self._gradient]
         found: list[Action] = [partial(self._write_state, optimizer, values, gradients)]
         if self._values:  # last, because the state may hold the old ones
-            found.append(partial(self._live.copy_, [values[place] for place in self._values]))
+            found.append(partial(torch._foreach_copy_, self._live, [values[place] for place in self._values]))
         if self._buffers:
             found += buffer_writes(self._pure, [values[place] for place in self._buffers])
         figures, numbers = picked(self._diagnostics, values), picked(self._numbers, values)

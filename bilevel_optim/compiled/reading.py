@@ -360,7 +360,8 @@ def _backend(calls: list[tuple[GraphModule, Sequence[Tensor]]]) -> Callable[...,
 
 def _about_the_user(guards: Sequence[Any]) -> list[bool]:
     """Return which guards to keep: all but those on the library's own objects and on the example arguments."""
-    return [_OWN not in guard.name and not guard.name.startswith("L['arguments']") for guard in guards]
+    return [_OWN not in guard.name and not guard.name.startswith(_FIXED) for guard in guards]
 
 
 _OWN = "__import_bilevel_optim_dot_"
+_FIXED = ("arguments", "role")  # torch leaves out the L['...'] of local names

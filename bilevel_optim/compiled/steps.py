@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -45,6 +45,7 @@ __all__ = ["CompiledSteps"]
 PLAIN = (bool, int, float, str, tuple, type(None))
 NOT_IN_KEY = ("lr", "initial_lr", "params", "param_names", OWN)  # entries of a group; learning rates are tensors
 HOOKS = (module._global_forward_hooks, module._global_forward_pre_hooks)  # for all modules; Dynamo has no guard on them
+_ATTRIBUTES = attrgetter("requires_grad", "_backward_hooks")
 PATIENCE = 8  # steps in a row of a new kind, after which no more steps are compiled
 FIRST, AT_RISK = 64, 0.5  # steps of the first chain; seconds that a chain may take, which an interrupt undoes
 FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # updates that Dynamo can trace
@@ -83,6 +84,8 @@ class CompiledSteps:
         self._reason = ""  # why everything runs eagerly from now on
         self._warned: set[str] = set()
         self._plain: itemgetter[Any] | None = None  # reads options
+        self._pickers: dict[tuple[str, ...], itemgetter[Any]] = {}  # names in a group -> reads its options
+        self._last: tuple[list[Any], Any, list[Any]] = ([], None, [])  # objects, other values and key of the options
         self._new = 0  # steps in a row of a new kind
         self._rates: tuple[list[Any], list[Tensor]] = ([], [])
         self._most = FIRST
@@ -247,17 +250,35 @@ class CompiledSteps:
         own = vars(self.optimizer)
         if self._plain is None:
             self._plain = itemgetter(*(name for name, v in own.items() if isinstance(v, PLAIN) and name[0] != "_"))
-        found, parameters = [self._plain(own)], list[Tensor]()
+        # The same objects, with the same attributes, have the same options. Most steps stop here.
+        plain, parameters, counts = self._plain(own), list[Tensor](), list[Any]()
+        objects = [*plain]
+        for group in self.optimizer.param_groups:
+            names = tuple(group)
+            pick = self._pickers.get(names)
+            if pick is None:
+                pick = self._pickers[names] = itemgetter("level", *[name for name in names if name not in NOT_IN_KEY])
+            objects += (pick, *pick(group))
+            parameters += group["params"]
+            counts.append(len(parameters))
+        buffers, attributes = self.optimizer._run_state.buffers.changing(), [*map(_ATTRIBUTES, parameters)]
+        objects += parameters
+        objects += buffers
+        before, others, options = self._last
+        if others == (counts, attributes) and len(before) == len(objects) and not any(HOOKS):
+            if all(map(is_, before, objects)):
+                return options
+        found = [plain]
         for group in self.optimizer.param_groups:
             for name, value in group.items():
                 if name not in NOT_IN_KEY:
                     found.append(value if isinstance(value, PLAIN) else id(value))
-            parameters += group["params"]
-            found.append(len(parameters))
-        found += (any_hooks(parameters), *[p.requires_grad for p in parameters], *map(id, parameters))
-        found += map(id, self.optimizer._run_state.buffers.changing())
+        found += (counts, any_hooks(parameters), *[p.requires_grad for p in parameters], *map(id, parameters))
+        found += map(id, buffers)
         for hooks in HOOKS:
             found.append(sum([getattr(hook, "__module__", "") != unnoted.__module__ for hook in [*hooks.values()]]))
+        if not any(HOOKS) and all([hooks is None for _, hooks in attributes]):  # a dict of hooks may change
+            self._last = objects, (counts, attributes), found
         return found
 
     def _drawn(self, entry: Entry, sources: Sources) -> Inputs | None:
