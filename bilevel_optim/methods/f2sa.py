@@ -24,7 +24,7 @@ from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.parameters import Params, Rate, is_number, require
 from ..problem.placement import constant
-from ..problem.vector import Vector, coarsest, stack
+from ..problem.vector import Later, Vector, coarsest, stack
 from ..solvers.lower import Solved, largest_rate
 from ..tracing import is_tracing
 
@@ -295,7 +295,8 @@ class F2SA(BilevelOptimizer):
         found = solved.watched(oracle.session, rule, start, self.lower_steps)
         if solved.gradient is not None:
             found["lower_residual"] = solved.norm(lanes=True)
-        spread = self._watched_spread(oracle, y, copies, formula, inputs)
+        if formula.nodes != (-1, 1) and sum(j != 0 for j in formula.nodes) > 1:
+            self._watch_spread(oracle, y, copies, formula, inputs)
         if formula.nodes == (-1, 1) and solved.early is not None:
             self._watch_leaving(oracle, solved, start, found["lower_residual"], inputs)
         if formula.nodes == (0, 1) and solved.gradient is not None:
@@ -305,14 +306,17 @@ class F2SA(BilevelOptimizer):
             oracle.checks.alert_if("another basin", BASIN, falls, *figures)
         if {-1, 1} <= {*formula.nodes} and solved.early is not None and rule.plain:
             self._watch_parting(oracle, formula, solved, start, rule.rates)
-        gap = self._difference_gap(formula, copies, estimate, working_unit((*oracle.x, *y)))
-        if gap is not None:
-            found["difference_gap"] = gap
+        values = Vector(estimate.diagnostics.values())
+        if formula.nodes == (0, 1) or len(formula.nodes) > 2:
+            gap = partial(_difference_gap, formula, self.nu, working_unit((*oracle.x, *y)))
+            found["difference_gap"] = Later(gap, (copies, values))
         if solved.gradient is not None:
-            found["linear_relative_residual"] = self._unsolved_part(formula, copies, solved.gradient, estimate)
-        estimate = replace(estimate, diagnostics={})
+            unsolved = partial(_unsolved_part, formula, self.nu)
+            found["linear_relative_residual"] = Later(unsolved, (copies, solved.gradient, values))
+        found["spread"] = Later(partial(_spread, formula, self.nu), (y, copies))
         return replace(
-            estimate.noting(**found, spread=spread),
+            estimate,
+            diagnostics=found,
             lower=y,
             memory={"copies": copies},
             solver=solved.memory,
@@ -350,40 +354,21 @@ class F2SA(BilevelOptimizer):
 
         return gradient
 
-    def _unsolved_part(self, formula: Stencil, copies: Vector, slopes: Vector, estimate: Estimate) -> Tensor:
-        """Return an upper bound of the relative residual of the linear system that two neighbouring copies solve.
-
-        Their distance d per unit of perturbation approximates -v. The difference of their gradients is the residual of
-        H v = b, with b the gradient of f in y, whose norm is at least the change of f over d.
-        """
-        i, j = formula.nodes.index(0 if 0 in formula.nodes else -1), formula.nodes.index(1)
-        apart, rest = (Vector(t[j] - t[i] for t in both).norm() for both in (copies, slopes))
-        f = estimate.diagnostics["upper"]
-        change = torch.maximum((f[j] - f[i]).abs(), coarsest(copies) * f[j].abs())
-        step = (formula.nodes[j] - formula.nodes[i]) * self.nu
-        return apart * rest / (step * change).clamp_min(torch.finfo(change.dtype).tiny)
-
-    def _watched_spread(
-        self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, inputs: StepInputs
-    ) -> Tensor:
-        """Return the distance of each copy from y* per unit of perturbation, and warn if the distances differ much.
+    def _watch_spread(self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, inputs: StepInputs) -> None:
+        """Warn if the distances of the copies from y*, per unit of perturbation, differ much.
 
         They are similar if nu is small enough. For a quadratic pair they are proportional to 1/(1 + j nu r), which
         exposes a negative copy near its pole or beyond. Order 2 does not: it takes y* for the mean of its two copies.
         """
-        distances = (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
-        nodes = constant(formula.nodes, distances)
-        spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
-        if formula.nodes != (-1, 1) and sum(j != 0 for j in formula.nodes) > 1:
-            known = torch.stack([spread[i] for i, j in enumerate(formula.nodes) if j])
-            rounding = 1e4 * coarsest(y) * y.norm()
-            limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
-            apart = (known.max() > limit * known.min()) & (distances.max() > rounding)
-            if any(j < 0 for j in formula.nodes):
-                oracle.checks.alert("diverging copies", self._diverging(formula, inputs), apart)
-            else:
-                oracle.checks.alert("uneven copies", UNEVEN, apart)
-        return spread
+        spread = _spread(formula, self.nu, y, copies)
+        known = torch.stack([spread[i] for i, j in enumerate(formula.nodes) if j])
+        rounding = 1e4 * coarsest(y) * y.norm()
+        limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
+        apart = (known.max() > limit * known.min()) & (_distances(y, copies).max() > rounding)
+        if any(j < 0 for j in formula.nodes):
+            oracle.checks.alert("diverging copies", self._diverging(formula, inputs), apart)
+        else:
+            oracle.checks.alert("uneven copies", UNEVEN, apart)
 
     def _watch_leaving(self, oracle: Oracle, solved: Solved, start: Vector, last: Tensor, inputs: StepInputs) -> None:
         """For order 2, warn if the copy at the negative node goes much further than the other one, and uphill.
@@ -412,28 +397,6 @@ class F2SA(BilevelOptimizer):
         beyond = moved - reach * PARTING
         least = torch.minimum(beyond[one], beyond[other])
         oracle.checks.alert_if("another basin", PARTED, _part, apart, moved[one] + moved[other], least)
-
-    def _difference_gap(self, formula: Stencil, copies: Vector, estimate: Estimate, unit: float) -> Tensor | None:
-        """Return the relative difference of two finite differences at the copies, above rounding.
-
-        They are those of y by this formula and by the one of lower order without the outermost nodes. Order 1 compares
-        f and g: the derivative of g + s f at its minimum is f, so a trapezoid has both. None for order 2, whose nodes
-        have no other formula.
-        """
-        nodes, (g, f) = formula.nodes, estimate.diagnostics.values()
-        if nodes == (0, 1):
-            size = (f[1] - f[0]).abs()
-            gap = (f[1] - f[0] + (g[1] - g[0]) * (2 / self.nu)).abs()
-            rounding = f.abs().max() + g.abs().max() * (2 / self.nu)
-        elif len(nodes) > 2:
-            weights, inner = [float(c) for c in formula.weights], inner_weights(nodes)
-            change = [a - b for a, b in zip(weights, inner, strict=True)]
-            size, gap = copies.combine(weights).norm(), copies.combine(change).norm()
-            rounding = copies.lane(0).norm() * sum(map(abs, change))
-        else:
-            return None
-        found: Tensor = (gap - 4 * unit * rounding).clamp_min(0) / size.clamp_min(torch.finfo(size.dtype).tiny)
-        return found
 
     def _diverging(self, formula: Stencil, inputs: StepInputs) -> str:
         return (
@@ -476,6 +439,52 @@ class F2SA(BilevelOptimizer):
             norm = gradient.norm()
             gradient = gradient.times(1 / torch.where(norm > 0, norm, 1.0))
         return super().update(x, gradient, inputs)
+
+
+def _distances(y: Vector, copies: Vector) -> Tensor:
+    return (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
+
+
+def _spread(formula: Stencil, nu: float, y: Vector, copies: Vector) -> Tensor:
+    """Return the distance of each copy from y* per unit of perturbation."""
+    distances = _distances(y, copies)
+    nodes = constant(formula.nodes, distances)
+    return torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * nu).clamp_min(1e-300))
+
+
+def _unsolved_part(formula: Stencil, nu: float, copies: Vector, slopes: Vector, values: Vector) -> Tensor:
+    """Return an upper bound of the relative residual of the linear system that two neighbouring copies solve.
+
+    Their distance d per unit of perturbation approximates -v. The difference of their gradients is the residual of
+    H v = b, with b the gradient of f in y, whose norm is at least the change of f over d.
+    """
+    i, j = formula.nodes.index(0 if 0 in formula.nodes else -1), formula.nodes.index(1)
+    apart, rest = (Vector(t[j] - t[i] for t in both).norm() for both in (copies, slopes))
+    _, f = values
+    change = torch.maximum((f[j] - f[i]).abs(), coarsest(copies) * f[j].abs())
+    step = (formula.nodes[j] - formula.nodes[i]) * nu
+    return apart * rest / (step * change).clamp_min(torch.finfo(change.dtype).tiny)
+
+
+def _difference_gap(formula: Stencil, nu: float, unit: float, copies: Vector, values: Vector) -> Tensor:
+    """Return the relative difference of two finite differences at the copies, above rounding.
+
+    They are those of y by this formula and by the one of lower order without the outermost nodes. Order 1 compares
+    f and g: the derivative of g + s f at its minimum is f, so a trapezoid has both. The nodes of order 2 have no other
+    formula.
+    """
+    nodes, (g, f) = formula.nodes, values
+    if nodes == (0, 1):
+        size = (f[1] - f[0]).abs()
+        gap = (f[1] - f[0] + (g[1] - g[0]) * (2 / nu)).abs()
+        rounding = f.abs().max() + g.abs().max() * (2 / nu)
+    else:
+        weights, inner = [float(c) for c in formula.weights], inner_weights(nodes)
+        change = [a - b for a, b in zip(weights, inner, strict=True)]
+        size, gap = copies.combine(weights).norm(), copies.combine(change).norm()
+        rounding = copies.lane(0).norm() * sum(map(abs, change))
+    found: Tensor = (gap - 4 * unit * rounding).clamp_min(0) / size.clamp_min(torch.finfo(size.dtype).tiny)
+    return found
 
 
 def _falls(nu: float, rounding: float, g: Any, g_nu: Any, f: Any, f_nu: Any, apart: Any, residual: Any) -> Any:

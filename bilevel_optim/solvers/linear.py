@@ -136,9 +136,9 @@ def cg(
     """
     right, apply = Vector(b), _damped(product, damping)
     one_here = right[0].is_cpu and not lanes and not any_sharded(right) and _host_looks(right[0])
-    v, r, kept = _choose_start(apply, right, start, lanes, read=one_here, energy=True)
+    v, r, kept, norm = _choose_start(apply, right, start, lanes, read=one_here, energy=True)
     turn = None if direction is None or start is None else _where(kept, Vector(direction), right.zeros_like())
-    unit, looked_at = _unit(r, lanes, read=one_here), max(tol, atol)
+    unit, looked_at = _unit(r, lanes, norm, read=one_here), max(tol, atol)
     if unit is not None:
         inverse = 1 / unit
         scaled = right.times(inverse)
@@ -161,26 +161,30 @@ def cg(
 
 def _choose_start(
     apply: Product, b: Vector, start: Sequence[Tensor] | None, lanes: bool, *, read: bool = False, energy: bool = False
-) -> tuple[Vector, Vector, bool | Tensor]:
+) -> tuple[Vector, Vector, bool | Tensor, float | None]:
     """Return the first iterate, its residual, and whether it is the start: else zero, which has a smaller residual.
+
+    The last result is the norm of that residual, if it has been read.
 
     With ``energy`` a start of larger residual is kept if it is nearer to the solution in the norm of H. A start with a
     non-finite residual is kept, so that the caller notices it. Numbers are compared on the host if they may be
     ``read``.
     """
     if start is None:
-        return b.zeros_like(), b, False
+        return b.zeros_like(), b, False, None
     v = Vector(start)
     r = b - apply(v)
     norm, dot = (Vector.lane_norm, Vector.lane_dot) if lanes else (Vector.norm, Vector.dot)
-    ours, theirs = (float(norm(t)) if read else norm(t) for t in (r, b))
+    norms: Any = [float(norm(t)) if read else norm(t) for t in (r, b)]
+    ours, theirs = norms
     useless: Any = (ours > theirs) & (ours < inf)
     if energy and (not read or useless):
         # q(v) < 0 = q(0) and v'Hv > 0 are v'b > -v'r and v'b > v'r. Residuals of CG rise on their way to the solution,
         # so a start of larger residual than zero may be far better. Starts of indefinite systems grow without a bound.
         useless = useless & ((dot(v, r).abs() >= dot(v, b)) | (ours > GROWTH**0.5 * theirs))
-    kept = not useless if read else ~useless
-    return _where(kept, v, b.zeros_like()), _where(kept, r, b), kept
+    if read:
+        return (b.zeros_like(), b, False, theirs) if useless else (v, r, True, ours)
+    return _where(~useless, v, b.zeros_like()), _where(~useless, r, b), ~useless, None
 
 
 def _where(condition: bool | Tensor, a: Vector, b: Vector) -> Vector:
@@ -193,10 +197,10 @@ def _where(condition: bool | Tensor, a: Vector, b: Vector) -> Vector:
     return Vector([torch.where(condition.view(-1, *[1] * (t.dim() - 1)), t, u) for t, u in zip(a, b, strict=True)])
 
 
-def _unit(r: Vector, lanes: bool, *, read: bool) -> Any:
+def _unit(r: Vector, lanes: bool, norm: float | None, *, read: bool) -> Any:
     """Return a scale for the system that keeps squared entries in the range of their type; None if none is needed.
 
-    It is a number if values may be ``read``, else a tensor.
+    It is a number if values may be ``read``, else a tensor. ``norm`` is that of r, if it is known.
     """
     narrow = [dtype for dtype in NARROW if any([t.dtype == dtype for t in r])]
     kind = torch.finfo(narrow[0] if narrow else r[0].dtype)
@@ -205,7 +209,7 @@ def _unit(r: Vector, lanes: bool, *, read: bool) -> Any:
     if not read:
         norms = r.lane_norm() if lanes else r.norm()
         return torch.where((norms > 0) & norms.isfinite(), norms.clamp_min(kind.tiny), 1.0)
-    norm = float(r.norm())
+    norm = float(r.norm()) if norm is None else norm
     ordinary = ORDINARY[0] < norm < ORDINARY[1] and kind.max > 1e30
     return None if ordinary or not 0 < norm < inf else max(norm, kind.tiny)
 
@@ -263,8 +267,7 @@ def _cg(
             size, inverse = _norm_and_inverse(hp, algebra)
             top = size / where(pp > 0, pp, 1.0) ** 0.5
             safe = where(solved, 0.0, rr**0.5 * inverse)
-            best, rest = add(v, p, safe), add(r, hp, -safe)
-            best_rr, first, image = dot(rest, rest), p, hp
+            begun, first, image = (v, r), p, hp
         # The pivots p'Hp / r'r of the Lanczos matrix are at least its smallest eigenvalue.
         v, r, p, new_rr, curvature, negative = step(v, r, p, hp, rr, active, noise * top * rr)
         active = active ^ negative
@@ -287,7 +290,10 @@ def _cg(
             share = where(energy > 0, dot(r, image) / where(energy > 0, energy, 1.0), 0.0)
             p = add(p, first, -(share + ratio if k == 0 else share))
             pp = dot(p, p)
-        better = active & (rr < (best_rr if k else where(solved, best_rr, GROWTH * square)))
+        better = active & (rr < (best_rr if k else where(solved, before, GROWTH * square)))
+        if k == 0 and better is not True:
+            rest = add(begun[1], image, -safe)
+            best, best_rr = add(begun[0], first, safe), dot(rest, rest)
         best, best_rr = _where(better, v, best), where(better, rr, best_rr)
         growing = active & (rr > most) & (rr < inf)  # an infinite one is left for the caller
         rounded = active & (rr <= (noise * top) ** 2 * length)
@@ -414,7 +420,7 @@ def minres(
     b_norm = norm(b)
     floor = (max(tol, eps) * b_norm).clamp_min(atol)
     apply = _damped(product, damping)
-    first, r, _ = _choose_start(apply, b, start, lanes)
+    first, r, *_ = _choose_start(apply, b, start, lanes)
     v, residual = first, norm(r)
     beta = residual
     # Lanczos makes H tridiagonal in the basis q; Givens rotations (c, s) make that triangular, row by row, and w are

@@ -188,7 +188,7 @@ def test_solver_on_flat_vectors_is_the_solver(lanes):
     first = linear.cg(product, b, steps=2, lanes=lanes)
     random = bo.Vector([torch.randn(3, 4), torch.randn(3, 5)])
     for start, turn in ((None, None), (random, None), (first.solution, first.direction)):
-        v, r, kept = linear._choose_start(product, b, start, lanes, energy=True)
+        v, r, kept, _ = linear._choose_start(product, b, start, lanes, energy=True)
         assert turn is None or kept.any()
         for steps, tol in ((3, 0.0), (30, 1e-6)):
             found = linear._fused(product, b, v, r, turn, linear._Stop(steps, tol, 0.0, tol), lanes)
