@@ -234,10 +234,6 @@ def public():
 CALLED = {
     "compiled/reading.py _Run.run_node": "by torch.fx.Interpreter",
     "compiled/rewrites.py _function_of.Own.setup_context": "by torch.autograd.Function",
-    "kernels/programs.py perturbed": "a program is launched by the name of its reference",
-    "kernels/programs.py accumulated": "likewise",
-    "kernels/programs.py squares": "likewise",
-    "kernels/programs.py cg_step": "likewise",
 }
 
 
