@@ -178,13 +178,6 @@ NAMES = [
     Name("torch._C._functorch.*", "optimizer/transaction.py", "the same for vmap", "likewise"),
     # ------------------------------------------------------------------------------------ processes
     Name(
-        "._get_backend",
-        "distributed/failures.py",
-        "the timeout of a process group is with its backend",
-        "a public timeout of a group",
-    ),
-    Name('"_timeout"', "distributed/failures.py", "likewise", "likewise"),
-    Name(
         "._current_frames",
         "optimizer/transaction.py",
         "an interrupt can leave a turn taken: whether its thread is still in a step shows only in its stack",
