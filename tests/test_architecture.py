@@ -258,7 +258,6 @@ TRACING = {
     "methods/f2sa.py": "whether rounding is large is checked in eager steps",
     "methods/tracked/rows.py": "the clock stays a tensor",
     "methods/tracked/tracking.py": "indices and rates of a graph are on its device, those of eager steps on the host",
-    "methods/tracked/watching.py": "there is no warning from the number of a step, which is no argument of a graph",
     "optimizer/method.py": "the flags of an estimate are not read, but are results of the graph",
     "oracle/oracle.py": "operations without second derivatives are written otherwise in the graph",
     "oracle/session.py": "whether a vector is finite is looked at where it is made; a response cannot be read",
