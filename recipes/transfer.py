@@ -196,7 +196,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def compared(args: Namespace) -> dict[str, Any]:
-    """Run all arms for one number of labels; return and write what they reach."""
+    """Run all arms for one number of labels; return and write the accuracies."""
     stem = args.out / f"transfer_{args.data}_{args.labels}"
     records = Records(Path(f"{stem}.jsonl"))
     facts = {key: getattr(args, key) for key in ("data", "labels", "steps", "batch", "width")}

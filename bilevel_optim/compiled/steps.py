@@ -265,9 +265,9 @@ class CompiledSteps:
         objects += parameters
         objects += buffers
         before, others, options = self._last
-        if others == (counts, attributes) and len(before) == len(objects) and not any(HOOKS):
-            if all(map(is_, before, objects)):
-                return options
+        same = others == (counts, attributes) and len(before) == len(objects) and not any(HOOKS)
+        if same and all(map(is_, before, objects)):
+            return options
         found = [plain]
         for group in self.optimizer.param_groups:
             for name, value in group.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,13 @@ from ..hypergradient.finite_difference import KINDS, Stencil, inner_weights
 from ..hypergradient.finite_difference import stencil as stencil_of
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
-from ..optimizer.options import FROM_ZERO, POSITIVE, choice, count, flag, number
+from ..optimizer.options import choice, count, flag, number
 from ..optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, Update, replace
 from ..oracle.copies import Copies
 from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
-from ..problem.parameters import Params, Rate, is_number, require
+from ..problem.parameters import Rate
 from ..problem.placement import constant
 from ..problem.vector import Later, Vector, coarsest, stack
 from ..solvers.lower import Solved, largest_rate
@@ -36,7 +36,6 @@ NOISY_NU = 1e-2  # with independent samples, whose noise is divided by nu
 SHARE = 0.6  # of the step that balances the errors at unit scale: more than that costs more than less
 LONGEST = 0.035  # by default, for order 2 and more: a copy at a negative node may have no minimum at a larger one
 DIVERGED = f"{DATA_FIRST}, a smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
-CONVEXITY = "Invalid {name} value: {value} (it must be at most ell, because no curvature is larger than ell)"
 ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are unreliable
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
 LEAVING = 10.0  # how much further a negative node's copy may go than a positive node's while its gradient grows
@@ -120,9 +119,9 @@ class F2SA(BilevelOptimizer):
     *Departures from the paper*, the largest first. The copies share their samples; the paper draws for each copy
     (``samples="independent"``). Its algorithm draws one pair of samples per outer step and keeps it for all lower
     steps; here each lower step has fresh ones, which the proof needs. nu is chosen once; the theorem ties nu and all
-    rates to the accuracy (`from_theory`, too conservative in practice). The result is the last x, not one drawn from
-    all. The paper prints equal weights for j and -j; a derivative needs opposite signs, as here. The algorithm of the
-    paper, with rates of your own:
+    rates to the accuracy (``recipes/papers/theory.py``, too conservative in practice). The result is the last x, not
+    one drawn from all. The paper prints equal weights for j and -j; a derivative needs opposite signs, as here. The
+    algorithm of the paper, with rates of your own:
 
         >>> PAPER = {"order": 2, "samples": "independent", "normalize": True, "warm_start": True}
         >>> import torch
@@ -172,82 +171,9 @@ class F2SA(BilevelOptimizer):
         if options["normalize"] is None:
             options["normalize"] = options["upper_optimizer"] is None
         self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
-        self.theory: dict[str, int] = {}  # set by `from_theory`
         self._formulas: dict[tuple[int, str], Stencil] = {}  # built when first needed, never in a compiled step
 
     _difference_step = "nu"
-
-    @classmethod
-    def from_theory(
-        cls,
-        upper: Params,
-        lower: Params,
-        *,
-        eps: float,
-        ell: float,
-        mu: float,
-        sigma: float = 0.0,
-        gap: float = 1.0,
-        radius: float = 1.0,
-        order: int = 2,
-        **options: Any,
-    ) -> Self:
-        r"""Return the method with its theorem's constants, for a mean norm of the hypergradient of eps.
-
-        With :math:`\kappa = \ell/\mu`, nodes up to r, and the proof's constants where it has them (eq. 10),
-
-        .. math::
-            \nu &= \min\{R/\kappa,\ (\epsilon/(\ell \kappa^{2p+1}))^{1/p},\ 1/(2 r \kappa)\}, \qquad
-            \text{lr} = \epsilon/(6 \ell \kappa^3),\\
-            \text{lower\_lr} &= \min\{\nu^2 \epsilon^2/(\ell \kappa \sigma^2),\ 1/(\ell (1 + r \nu))\}, \qquad
-            \text{lower\_steps} = \log(R \ell \kappa/(\nu \epsilon))/(\mu\, \text{lower\_lr}).
-
-        The bounds by 1/(2 r kappa) and 1/ell are not in the text: without them copies at negative nodes may have no
-        minimum, and lower steps without noise no bound. The optimizer's ``theory`` holds the theorem's ``batch``,
-        :math:`\sigma^2/(\nu\epsilon)^2`, and its number of outer ``steps``. *When.* To study how cost grows with the
-        accuracy: the constants are far too conservative in practice (for kappa = 10, eps = 0.1 and noise, 1e20 calls
-        with order 1 and 1e17 with order 4).
-
-        Args:
-            upper: upper parameters.
-            lower: lower parameters.
-            eps: target of the mean gradient norm.
-            ell: Lipschitz constant of f, and of the derivatives of f and g up to the order p + 1.
-            mu: strong convexity of g in y.
-            sigma: standard deviation of a sample's gradient. Default: 0.
-            gap: :math:`\Delta`, how far the upper objective is above its infimum. Default: 1.
-            radius: R, the initial distance of y from y*(x). Default: 1.
-            order: p. Default: 2.
-            options: any other argument of the constructor, or the same ones to override a constant.
-
-        Raises:
-            ValueError: for constants out of range.
-
-        Example:
-            >>> import torch, bilevel_optim as bo
-            >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
-            >>> optimizer = bo.F2SA.from_theory([x], [y], eps=0.1, ell=2.0, mu=1.0, sigma=1.0)
-            >>> round(optimizer.nu, 3), optimizer.theory["steps"]
-            (0.04, 57600)
-        """
-        for name, value in (("eps", eps), ("ell", ell), ("mu", mu), ("gap", gap), ("radius", radius)):
-            require(name, value, is_number(value) and 0 < value < math.inf, POSITIVE)
-        require("mu", mu, mu <= ell, CONVEXITY)
-        require("sigma", sigma, is_number(sigma) and 0 <= sigma < math.inf, FROM_ZERO)
-        kappa = ell / mu
-        reach = max(map(abs, stencil_of(order, options.get("stencil", "auto")).nodes))
-        nu = min(radius / kappa, (eps / (ell * kappa ** (2 * order + 1))) ** (1 / order), 1 / (2 * reach * kappa))
-        lr, lower_lr = eps / (6 * ell * kappa**3), 1 / (ell * (1 + reach * nu))
-        if sigma:
-            lower_lr = min(lower_lr, (nu * eps / sigma) ** 2 / (ell * kappa))
-        steps = math.ceil(max(math.log(radius * ell * kappa / (nu * eps)), 1.0) / (mu * lower_lr))
-        chosen = {"lr": lr, "lower_lr": lower_lr, "lower_steps": steps, "nu": nu, "samples": "independent"}
-        made = cls(upper, lower, order=order, **{**chosen, **options})
-        made.theory = {
-            "batch": max(math.ceil((sigma / (nu * eps)) ** 2), 1),
-            "steps": math.ceil(6 * gap / (eps * lr) - 1e-9),
-        }
-        return made
 
     @property
     def nu(self) -> float:

@@ -9,14 +9,12 @@ it were alone, with its own residual and iterations.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import inf, isfinite, nan, sqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.cg import Algebra, cg_step, iteration
 from ..problem.vector import Vector, any_sharded, coarsest
 from ..tracing import is_tracing
 
@@ -146,12 +144,8 @@ def cg(
         turn = None if turn is None else turn.times(inverse)
         right = scaled
     stop = _Stop(steps, tol, atol, looked_at)
-    if right[0].device.type == "cuda" and not any_sharded(right):
-        found = _fused(apply, right, v, r, turn, stop, lanes)
-    else:
-        algebra = _NUMBERS if one_here else _LANES if lanes else _SCALARS
-        found = _cg(apply, right, v, r, turn, stop, algebra, partial(iteration, algebra))
-    v, residual, *figures, _, turn = found
+    algebra = _NUMBERS if one_here else _LANES if lanes else _SCALARS
+    v, residual, *figures, _, turn = _cg(apply, right, v, r, turn, stop, algebra)
     if unit is not None:
         v, residual = v.times(unit), residual * unit
         turn = None if turn is None else turn.times(unit)
@@ -228,10 +222,9 @@ def _cg(
     r: Vector,
     turn: Vector | None,
     stop: _Stop,
-    algebra: Algebra,
-    step: Callable[..., Any],
+    algebra: _Algebra,
 ) -> LinearSolution:
-    """Run the iterations from v, whose residual is r; ``step`` computes all that follows a product.
+    """Run the iterations from v, whose residual is r.
 
     The first direction is r, plus ``turn`` where the sum is a direction of descent.
     """
@@ -242,7 +235,7 @@ def _cg(
     floor, given = max(stop.tol, eps) ** 2 * square, stop.atol**2
     floor, p, pp = where(floor > given, floor, given), r, rr
     if turn is not None:
-        # p'r = r'r makes the length of `step` the best one, also if b or H has changed.
+        # p'r = r'r makes the length of the first step the best one, also if b or H has changed.
         tilted = add(r, turn, 1.0)
         descent = dot(tilted, r)
         good = descent > 0.1 * rr
@@ -269,7 +262,7 @@ def _cg(
             safe = where(solved, 0.0, rr**0.5 * inverse)
             begun, first, image = (v, r), p, hp
         # The pivots p'Hp / r'r of the Lanczos matrix are at least its smallest eigenvalue.
-        v, r, p, new_rr, curvature, negative = step(v, r, p, hp, rr, active, noise * top * rr)
+        v, r, p, new_rr, curvature, negative = _iteration(algebra, v, r, p, hp, rr, active, noise * top * rr)
         active = active ^ negative
         indefinite, iterations = indefinite | negative, iterations + active
         alpha = where(active, rr / where(active, curvature, 1.0), 0.0)
@@ -325,33 +318,56 @@ def _cg(
     )
 
 
-def _fused(
-    apply: Product, b: Vector, v: Vector, r: Vector, turn: Vector | None, stop: _Stop, lanes: bool
-) -> LinearSolution:
-    """Run the iterations on one tensor with a row for each lane, with steps by the fused operator."""
-    n = len(b[0]) if lanes else 1
-    sizes = [t.numel() // n for t in b]
+class _Algebra(NamedTuple):
+    """Operations on vectors, and on the scalars made of them.
 
-    def flat(vector: Sequence[Tensor]) -> Vector:
-        return Vector([torch.cat([t.reshape(n, -1) for t in vector], 1)])
+    Attributes:
+        dot: the inner product; with many systems, one for each.
+        add: ``(vector, other, alpha) -> vector + alpha * other``.
+        where: chooses between two scalars, as ``torch.where`` does.
+    """
 
-    def whole(rows: Vector) -> Vector:
-        return Vector(p.reshape(t.shape).to(t.dtype) for p, t in zip(torch.split(rows[0], sizes, 1), b, strict=True))
-
-    def step(v: Vector, r: Vector, p: Vector, hp: Vector, rr: Tensor, active: Tensor, least: Tensor) -> tuple[Any, ...]:
-        *vectors, rr, curvature, negative = cg_step(v[0], r[0], p[0], hp[0], rr, active, least)
-        return *(Vector([t]) for t in vectors), rr, curvature, negative
-
-    rows = flat(b)
-    first = None if turn is None else flat(turn)
-    found = _cg(lambda p: flat(apply(whole(p))), rows, flat(v), rows if r is b else flat(r), first, stop, _LANES, step)
-    figures: Any = found[1:-2] if lanes else [figure.squeeze(0) for figure in found[1:-2] if figure is not None]
-    assert found.direction is not None
-    rest: Any = (*figures, 0.0, whole(found.direction))
-    return LinearSolution(whole(found.solution), *rest)
+    dot: Callable[[Any, Any], Any]
+    add: Callable[[Any, Any, Any], Any]
+    where: Callable[[Any, Any, Any], Any] = torch.where
 
 
-def _norm_and_inverse(vector: Vector, algebra: Algebra) -> tuple[Any, Any]:
+def _iteration(
+    algebra: _Algebra, v: Any, r: Any, p: Any, hp: Any, rr: Any, active: Any, least: Any
+) -> tuple[Any, Any, Any, Any, Any, Any]:
+    r"""Run the part of an iteration after the product, for every active system; the others stay as they are.
+
+    .. math::
+        \alpha = \|r\|^2 / p^\top H p, \qquad v' = v + \alpha p, \qquad r' = r - \alpha H p, \qquad
+        p' = r' + p\, \|r'\|^2 / \|r\|^2 .
+
+    Args:
+        algebra: operations on these vectors and scalars.
+        v: solutions so far.
+        r: residuals.
+        p: directions.
+        hp: products of H with the directions.
+        rr: squared lengths of the residuals.
+        active: whether a system goes on.
+        least: curvatures :math:`p^\top H p` up to this count as non-positive.
+
+    Returns:
+        The new v, r, p and rr; the curvatures; whether an active system stays because its direction has non-positive
+        curvature.
+    """
+    dot, add, where = algebra
+    curvature = dot(p, hp)
+    negative = active & (curvature <= least)
+    active = active ^ negative
+    # A finished solve is frozen by zero steps instead of a branch, which would need the host.
+    alpha = where(active, rr / where(active, curvature, 1.0), 0.0)
+    v, r = add(v, p, alpha), add(r, hp, -alpha)
+    length = dot(r, r)
+    p = add(r, p, where(active, length / where(rr > 0, rr, 1.0), 0.0))
+    return v, r, p, where(active, length, rr), curvature, negative
+
+
+def _norm_and_inverse(vector: Vector, algebra: _Algebra) -> tuple[Any, Any]:
     """Return the norm and 1 / norm, zero for a zero vector: numbers, scalar tensors, or one value for each lane."""
     if algebra is _NUMBERS:
         norm = float(vector.norm())
@@ -370,8 +386,8 @@ def _either(condition: bool, a: float, b: float) -> float:
     return a if condition else b
 
 
-_SCALARS, _LANES = Algebra(Vector.dot, Vector.add), Algebra(Vector.lane_dot, Vector.add)
-_NUMBERS = Algebra(_number, Vector.add, _either)  # they cost less than operations on scalar tensors
+_SCALARS, _LANES = _Algebra(Vector.dot, Vector.add), _Algebra(Vector.lane_dot, Vector.add)
+_NUMBERS = _Algebra(_number, Vector.add, _either)  # they cost less than operations on scalar tensors
 
 
 def minres(
