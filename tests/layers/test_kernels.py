@@ -90,9 +90,9 @@ def operators():
     """Every operator with arguments."""
     point, factors = torch.randn(6, 2), torch.randn(3)
     return {
-        "perturbed": (seeded._PERTURBED, (point, factors, *how(3))),
-        "accumulated": (seeded._ACCUMULATED, (point, factors, *how(3))),
-        "squares": (seeded._SQUARES, (point, *how(3))),
+        "perturbed": (seeded.OPERATORS["perturbed"], (point, factors, *how(3))),
+        "accumulated": (seeded.OPERATORS["accumulated"], (point, factors, *how(3))),
+        "squares": (seeded.OPERATORS["squares"], (point, *how(3))),
     }
 
 
