@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from bilevel_optim.kernels import seeded
 from bilevel_optim.kernels.counter import mixed, mixed_number, units
@@ -101,6 +102,13 @@ def test_registration(name):
     """Schema, fake implementation and autograd registration."""
     operator, args = operators()[name]
     torch.library.opcheck(operator, args)
+
+
+@pytest.mark.parametrize(("block", "seen"), [(1 << 16, False), (8, True)])
+def test_a_trace_has_the_operator_unless_one_block_holds_all(block, seen, monkeypatch):
+    monkeypatch.setattr(seeded, "BLOCK", block)
+    graph = make_fx(lambda point, factors: seeded.perturbed(point, factors, *how(3)))(torch.randn(6, 2), torch.randn(3))
+    assert ("bilevel_optim.perturbed" in graph.code) == seen
 
 
 def test_vmap():
