@@ -32,7 +32,7 @@ from .cause import cause
 from .reference import FIRST, JOINT, KINK, MAX_BATCHES, SECOND, WHY, Coordinates, Reference, reference_of
 from .trials import SECONDS, TimeLimit, TimeUp
 
-__all__ = ["HypergradientReport", "check_hypergradient"]
+__all__ = ["DrawnTasks", "HypergradientReport", "check_hypergradient"]
 
 TOLERANCE = "Invalid {name} value: {value} (a number of at least 0)"
 ONE = "Invalid {name} value: {value} (an integer of at least 1)"
@@ -42,6 +42,8 @@ TWO = "Invalid {name} value: {value} (an integer of at least 2)"
 @dataclass(frozen=True)
 class HypergradientReport:
     """Result of `check_hypergradient`; ``print`` shows a verdict, the figures, and what to do, in three lines.
+
+    If the check ends without a reference, it has no figures.
 
     Attributes:
         relative_error: norm of the bias over the norm of the reference.
@@ -65,21 +67,21 @@ class HypergradientReport:
         advice: the cause of the bias, or why there is no decision; and what to change.
     """
 
-    relative_error: float
-    relative_error_at_solution: float
-    bias: float
-    std: float
-    standard_error: float
-    cosine: float
-    norm: float
-    lower_residual: float
-    repeats: int
-    reference: str
-    gap: float
-    uncertainty: float
     seconds: float
     verdict: str
     advice: str
+    relative_error: float = math.nan
+    relative_error_at_solution: float = math.nan
+    bias: float = math.nan
+    std: float = math.nan
+    standard_error: float = math.nan
+    cosine: float = math.nan
+    norm: float = math.nan
+    lower_residual: float = math.nan
+    repeats: int = 0
+    reference: str = "none"
+    gap: float = math.nan
+    uncertainty: float = math.inf
 
     def __str__(self) -> str:
         hidden = _ratio(self.standard_error, self.norm), _ratio(self.uncertainty, self.norm)
@@ -186,10 +188,8 @@ def check_hypergradient(
                 optimizer, upper, lower, tasks, (atol, rtol), repeats, reference, directions, clock
             )
     except TimeUp as time:
-        return _no_time(
-            clock,
-            f"time is up before {time}: use a larger max_seconds (now {max_seconds:.3g}), or less data{clock.note}",
-        )
+        advice = f"time is up before {time}: use a larger max_seconds (now {max_seconds:.3g}), or less data{clock.note}"
+        return HypergradientReport(seconds=clock.spent, verdict="inconclusive", advice=advice)
     finally:
         clock.clear()
     if report.verdict == "biased":
@@ -282,27 +282,6 @@ def _require_losses_alone(optimizer: BilevelOptimizer, tasks: Any) -> None:
             "problem, which does not depend on how it is solved; compare the hypergradient with differences of the "
             "whole step at x plus and minus a small number"
         )
-
-
-def _no_time(clock: TimeLimit, advice: str) -> HypergradientReport:
-    """Return the report of a check that has ended without a reference."""
-    return HypergradientReport(
-        relative_error=math.nan,
-        relative_error_at_solution=math.nan,
-        bias=math.nan,
-        std=math.nan,
-        standard_error=math.nan,
-        cosine=math.nan,
-        norm=math.nan,
-        lower_residual=math.nan,
-        repeats=0,
-        reference="none",
-        gap=math.nan,
-        uncertainty=math.inf,
-        seconds=clock.spent,
-        verdict="inconclusive",
-        advice=advice,
-    )
 
 
 def _why_inconclusive(case: _Case, truth: Reference, off: bool, noise: float, allowed: float) -> str:
@@ -428,7 +407,7 @@ def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler
             "problem, without tasks="
         )
     n = task_count(sampler, optimizer.tasks_per_step)
-    drawn = _DrawnTasks(sampler, n, optimizer.generator)
+    drawn = DrawnTasks(sampler, n, optimizer.generator)
     oracle = optimizer._oracle(upper, lower)
     first = starting_points(oracle.y, oracle.lower_names(), drawn.tasks, n, optimizer.lower_init).detach()
     starts = [first.lane(i).clone() for i in range(n)]
@@ -530,18 +509,17 @@ def _replica(objective: Objective, draws: bool = False) -> Objective:
         return own
     if objective.data is None and not draws:
         return objective
-    samples, accumulate = objective.samples(MAX_BATCHES), objective.accumulate
+    samples = objective.samples(MAX_BATCHES)
     if not draws:
-        shuffled = _Shuffled([one.batch for one in samples])
-        return Objective(objective.loss, shuffled, features=objective.features, accumulate=accumulate)
+        return objective.over(_Shuffled([one.batch for one in samples]))
     times = -(-DRAWS // len(samples))
     seeds = torch.randint(2**31, (times * len(samples),), device="cpu").tolist()
     batches = [(seed, samples[i % len(samples)].arguments) for i, seed in enumerate(seeds)]
     features = None if objective.features is None else _SeededFeatures(objective.features)
-    return Objective(_Seeded(objective.loss), _Shuffled(batches), features=features, accumulate=accumulate)
+    return Objective(_Seeded(objective.loss), _Shuffled(batches), features=features, accumulate=objective.accumulate)
 
 
-class _DrawnTasks:
+class DrawnTasks:
     """A sampler of tasks that are already drawn; each knows its position among them."""
 
     def __init__(self, sampler: Any, count: int, generator: torch.Generator | None) -> None:
@@ -556,8 +534,7 @@ class _DrawnTasks:
         assert loss is not None  # the optimizer has taken it
         objective = as_objective(loss, level)
         data = draw(self.sampler, level, self.tasks, self.count, None, None)
-        batches = [select(data, i) for i in range(self.count)]
-        return [Objective(objective.loss, [batch], features=objective.features) for batch in batches]
+        return [Objective(objective.loss, [select(data, i)], features=objective.features) for i in range(self.count)]
 
     def sample(self, n: int, generator: torch.Generator | None) -> tuple[Tensor, Any]:
         positions = torch.arange(n, device="cpu") % self.count

@@ -22,10 +22,9 @@ from ..oracle.session import EvaluationOptions, Session
 from ..problem.objective import Loss, Objective, Sample, as_objective
 from ..problem.parameters import Params, as_groups, is_number, require, require_choice, require_gradients, unnamed
 from ..problem.random import numbers_kept
-from ..problem.tasks import draw, sample, select
-from ..problem.vector import Vector
 from ..solvers.agd import AGD
-from .check import check_hypergradient
+from .check import DrawnTasks, check_hypergradient
+from .differences import unflat
 from .reference import largest_graph
 from .spectrum import Spectrum
 from .trials import SECONDS, Outcome, TimeLimit, Trials
@@ -228,7 +227,10 @@ def suggest(
         # Trials must not advance the run's random states and data.
         with numbers_kept(y[0].device), Buffers().kept():
             few = _few(f), _few(g)
-            one = few if tasks is None else _of_one_task(f, g, tasks)
+            one = few
+            if tasks is not None:
+                task = DrawnTasks(tasks, 1, torch.Generator().manual_seed(0))
+                one = task.objectives(f, "upper")[0], task.objectives(g, "lower")[0]
             measured = _Measured(x, y, *one, lambda: not clock.over)
             search = _Search(Trials([*x, *y], *few, tasks, lambda: not clock.over), measured, groups, clock)
             search.find(methods)
@@ -272,9 +274,8 @@ def _short(value: Any) -> str:
 def _few(objective: Objective) -> Objective:
     """Return the loss on some batches, drawn without moving the position in the data."""
     if objective.data is None:
-        return Objective(objective.loss, features=objective.features)
-    batches = [one.arguments[0] for one in objective.samples(BATCHES * objective.accumulate)]
-    return Objective(objective.loss, batches, features=objective.features, accumulate=objective.accumulate)
+        return objective.over(None)
+    return objective.over([one.arguments[0] for one in objective.samples(BATCHES * objective.accumulate)])
 
 
 def _samples(objective: Objective) -> list[Sample]:
@@ -283,15 +284,6 @@ def _samples(objective: Objective) -> list[Sample]:
         return objective.samples()
     own = _few(objective)
     return [own.draw() for _ in range(max(len(own.samples()) // objective.accumulate, 1))]
-
-
-def _of_one_task(f: Objective, g: Objective, sampler: Any) -> tuple[Objective, Objective]:
-    """Return the losses on all the data of one task."""
-    task = sample(sampler, 1, torch.Generator().manual_seed(0))
-    data = {level: select(draw(sampler, level, task, 1, None, None), 0) for level in ("upper", "lower")}
-    return Objective(f.loss, [data["upper"]], features=f.features), Objective(
-        g.loss, [data["lower"]], features=g.features
-    )
 
 
 # ---------------------------------------------------------------------------------------------------- the point
@@ -348,13 +340,8 @@ class _Measured:
         size = float(self.y.norm()) + float(self.slope.norm()) / self.sharpest
         return SHIFT * self.sharpest * max(size, 1e-3) / max(self.pull, 1e-12)
 
-    def _like(self, flat: Tensor) -> Vector:
-        like = self.oracle.y
-        parts = torch.split(flat, [t.numel() for t in like])
-        return Vector(part.reshape(t.shape).to(t) for part, t in zip(parts, like, strict=True))
-
     def _lower_each(self, y: Tensor) -> list[Tensor]:
-        at = self.oracle.at(lower=self._like(y))
+        at = self.oracle.at(lower=unflat(y, self.oracle.y))
         return [_flat(at.lower(one)[1]) for one in self.g]
 
     @contextmanager
@@ -362,7 +349,7 @@ class _Measured:
         """Yield products with the Hessian of g, on the mean of the batches."""
         with ExitStack() as stack:
             systems = [stack.enter_context(self.oracle.lower_system(one)) for one in self.g]
-            yield lambda v: torch.stack([_flat(system.hvp(self._like(v))) for system in systems]).mean(0)
+            yield lambda v: torch.stack([_flat(system.hvp(unflat(v, self.oracle.y))) for system in systems]).mean(0)
 
     def _try_second_derivatives(self) -> str:
         """Return why differences of gradients are used (a product fails, or disagrees with them); else empty."""

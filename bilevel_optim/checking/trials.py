@@ -128,7 +128,7 @@ class Trials:
             stop: returns True to end the trial early.
         """
         outcome = Outcome()
-        f, g = _again(self.f), _again(self.g)
+        f, g = self.f.over(self.f.data), self.g.over(self.g.data)
         with self._from_the_start() as outcome.warning_texts:
             optimizer = make()
             y = [t for t in optimizer.parameters("lower") if t.requires_grad]
@@ -181,11 +181,6 @@ def _slope(y: Sequence[Tensor], g: Objective) -> float:
         for t, slope in zip(total, slopes, strict=True):
             t += 0 if slope is None else slope.detach()
     return float(torch.stack([t.norm() for t in total]).norm())
-
-
-def _again(objective: Objective) -> Objective:
-    """Return the same loss and data, from their beginning."""
-    return Objective(objective.loss, objective.data, features=objective.features, accumulate=objective.accumulate)
 
 
 SECONDS = "Invalid {name} value: {value} (a positive number of seconds)"

@@ -15,7 +15,7 @@ from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
 from ..problem.objective import Loss, version_of
-from ..problem.parameters import is_count, level_groups, require
+from ..problem.parameters import by_level, is_count, require
 from ..problem.tasks import fresh_start
 from ..problem.vector import Vector
 from . import adapt, checkpoint
@@ -310,7 +310,7 @@ class BilevelOptimizer(Method):
         task = adapt.objective_of(lower, batch)
         oracle = self._oracle(task) if self._one_loss else self._oracle(adapt.no_upper_loss, task)
         oracle.shared = False
-        groups = level_groups(self.param_groups, "lower")
+        groups = by_level(self.param_groups)["lower"]
         self._run_state.follow(self.state, self.param_groups)
         known = {} if self._placeholders else recalled(self.state, self.parameters("lower"), SOLVER).memory
         buffers = self._run_state.buffers

@@ -199,6 +199,10 @@ class Objective:
         assert self.terms == 1, "only a FiniteSum knows its terms"
         return self.sample(once=once)
 
+    def over(self, data: Iterable[Any] | None) -> Objective:
+        """Return an objective of the same loss on other data, or from the beginning of the same ones."""
+        return Objective(self.loss, data, features=self.features, accumulate=self.accumulate)
+
     def mapped(self, function: Callable[[Any], Any]) -> Objective:
         """Return an objective whose value is ``function`` of this one's, on samples of the same stream.
 
@@ -475,21 +479,12 @@ def _copied(leaf: Any) -> Any:
     return leaf.copy() if type(leaf).__module__ == "numpy" else leaf
 
 
-class _Wrapped(Objective):
-    """An objective with another loss on the same draws."""
+class _OnDraws(Objective):
+    """An objective on the draws of another one, the source."""
 
-    def __init__(self, source: Objective, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        super().__init__(wrap(source.loss), source.data, features=source.features)
-        self._source, self._wrap = source, wrap
-
-    def draw(self, *, once: bool = False) -> Sample:
-        return self._source.draw(once=once).wrapped(self._wrap)
-
-    def sample(self, *arguments: Any, once: bool = False) -> Sample:
-        return self._source.sample(*arguments, once=once).wrapped(self._wrap)
-
-    def samples(self, most: int | None = None) -> list[Sample]:
-        return [sample.wrapped(self._wrap) for sample in self._source.samples(most)]
+    def __init__(self, source: Objective, loss: Callable[..., Any]) -> None:
+        super().__init__(loss, source.data, features=source.features)
+        self._source = source
 
     def begin(self) -> None:
         self._source.begin()
@@ -501,13 +496,30 @@ class _Wrapped(Objective):
         self._source.rewind(mark)
 
 
-class Ahead(Objective):
+class _Wrapped(_OnDraws):
+    """An objective with another loss on the same draws."""
+
+    def __init__(self, source: Objective, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        super().__init__(source, wrap(source.loss))
+        self._wrap = wrap
+
+    def draw(self, *, once: bool = False) -> Sample:
+        return self._source.draw(once=once).wrapped(self._wrap)
+
+    def sample(self, *arguments: Any, once: bool = False) -> Sample:
+        return self._source.sample(*arguments, once=once).wrapped(self._wrap)
+
+    def samples(self, most: int | None = None) -> list[Sample]:
+        return [sample.wrapped(self._wrap) for sample in self._source.samples(most)]
+
+
+class Ahead(_OnDraws):
     """An objective that first returns samples drawn earlier."""
 
     def __init__(self, source: Objective, first_samples: Sequence[Sample], *, whole: bool = False) -> None:
-        self.loss, self.data, self.features = source.loss, source.data, source.features
+        super().__init__(source, source.loss)
         self.accumulate, self.device = source.accumulate, source.device
-        self._source, self._first_samples, self._whole = source, [*first_samples], whole
+        self._first_samples, self._whole = [*first_samples], whole
 
     def draw(self, *, once: bool = False) -> Sample:
         return self._first_samples.pop(0) if self._first_samples and not self._whole else self._source.draw(once=once)
@@ -529,15 +541,6 @@ class Ahead(Objective):
 
     def term(self, index: int, *, once: bool = False) -> Sample:
         return self._source.term(index, once=once)
-
-    def begin(self) -> None:
-        self._source.begin()
-
-    def mark(self) -> tuple[Any, ...]:
-        return self._source.mark()
-
-    def rewind(self, mark: tuple[Any, ...]) -> None:
-        self._source.rewind(mark)
 
 
 class _Composed:

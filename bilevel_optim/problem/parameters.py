@@ -22,7 +22,6 @@ __all__ = [
     "has_options_of_sgd",
     "is_count",
     "is_number",
-    "level_groups",
     "level_of",
     "names_of",
     "overlapping",
@@ -263,17 +262,8 @@ def _named(group: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return [p if isinstance(p, tuple) else (name, p) for name, p in zip(names, params, strict=True)]
 
 
-def level_groups(groups: Iterable[dict[str, Any]], level: str) -> list[dict[str, Any]]:
-    """Return the groups of one level, with the parameters that require a gradient."""
-    return [
-        {**group, "params": [p for p in group["params"] if p.requires_grad]}
-        for group in groups
-        if group["level"] == level
-    ]
-
-
 def by_level(groups: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the groups of each level, as `level_groups` does; raise if a learning rate is invalid."""
+    """Return the groups of each level, with the parameters that require a gradient; raise for an invalid rate."""
     found: dict[str, list[dict[str, Any]]] = {level: [] for level in LEVELS}
     for group in groups:
         rate = group["lr"]

@@ -96,7 +96,7 @@ def test_more_than_32_bits_count():
     moved = seeded_kernels.perturbed(point, factors, keys, keys, 1, 0, "normal")[0]
     for start in (0, 2**31 - 3, n - 5):
         part = point[start : start + 5]
-        expected = seeded_kernels._perturbed(part, factors, keys, keys, 1, start, "normal")[0]
+        expected = seeded_kernels.perturbed.__wrapped__(part, factors, keys, keys, 1, start, "normal")[0]
         torch.testing.assert_close(moved[start : start + 5], expected, rtol=1e-2, atol=1e-3)
     total = seeded_kernels.accumulated(point, factors, keys, keys, 1, 0, "normal")
     torch.testing.assert_close(total, moved, rtol=1e-2, atol=1e-3)

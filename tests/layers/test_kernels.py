@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from bilevel_optim.kernels import seeded
 from bilevel_optim.kernels.counter import mixed, mixed_number, units
@@ -90,9 +91,9 @@ def operators():
     """Every operator with arguments."""
     point, factors = torch.randn(6, 2), torch.randn(3)
     return {
-        "perturbed": (seeded._PERTURBED, (point, factors, *how(3))),
-        "accumulated": (seeded._ACCUMULATED, (point, factors, *how(3))),
-        "squares": (seeded._SQUARES, (point, *how(3))),
+        "perturbed": (seeded.OPERATORS["perturbed"], (point, factors, *how(3))),
+        "accumulated": (seeded.OPERATORS["accumulated"], (point, factors, *how(3))),
+        "squares": (seeded.OPERATORS["squares"], (point, *how(3))),
     }
 
 
@@ -101,6 +102,13 @@ def test_registration(name):
     """Schema, fake implementation and autograd registration."""
     operator, args = operators()[name]
     torch.library.opcheck(operator, args)
+
+
+@pytest.mark.parametrize(("block", "seen"), [(1 << 16, False), (8, True)])
+def test_a_trace_has_the_operator_unless_one_block_holds_all(block, seen, monkeypatch):
+    monkeypatch.setattr(seeded, "BLOCK", block)
+    graph = make_fx(lambda point, factors: seeded.perturbed(point, factors, *how(3)))(torch.randn(6, 2), torch.randn(3))
+    assert ("bilevel_optim.perturbed" in graph.code) == seen
 
 
 def test_vmap():

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...hypergradient.multilevel import multilevel
@@ -16,12 +17,12 @@ from ...optimizer.declaration import MethodInfo
 from ...optimizer.options import InitVar, choice, count, fixed, flag, number, option
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
+from ...oracle.session import Checks
 from ...problem.parameters import require
 from ...problem.random import SEEDS
 from ...problem.tasks import starting_points, task_count
 from ...problem.vector import Vector
 from ...solvers.contexts import POWER, TASKS, Contexts, coupled_path, draw_levels, level_probabilities
-from . import levels as level_layer
 
 __all__ = ["DLSGD", "RTMLMC"]
 
@@ -33,6 +34,18 @@ GROWING_SERIES = (
     "a term of the Neumann series was larger than the one before (diagnostics['neumann_ratio']): smoothness is less "
     "than an eigenvalue of a sample Hessian, or the lower loss is not convex on a sample, so the hypergradient is not "
     "reliable. Use a larger smoothness, normalise the data, or regularise"
+)
+SEEN = 30  # corrections of a level needed before its mean square counts
+GROWING = (
+    "the corrections between levels do not fall like 2^-k (diagnostics['level_variance'] grows with k), so the "
+    "variance grows geometrically with levels: lower_lr is too small (lower_lr * mu < 0.75, with mu the strong "
+    "convexity of the lower loss), or the noise of the lower gradients does not average out. Use a larger lower_lr, or "
+    "fewer levels"
+)
+EXPLODING = (
+    "the first corrections between levels explode (diagnostics['level_variance']): the lower steps are too large for "
+    "the curvature, because cap=False, or because smoothness is less than the largest eigenvalue of the lower "
+    "Hessians. Use cap=True, a larger smoothness, or a smaller lower_lr"
 )
 
 
@@ -251,9 +264,9 @@ class RTMLMC(BilevelOptimizer):
         if curvature:
             numbers["curvature"] = curvature
         if several:
-            moments = level_layer.added(inputs.numbers.get("moments"), self.levels, depths[0], correction)
+            moments = _with_correction(inputs.numbers.get("moments"), self.levels, depths[0], correction)
             numbers["moments"], diagnostics["correction"] = moments, correction
-            diagnostics["level_variance"] = level_layer.watched(oracle.checks, moments, self.base_level)
+            diagnostics["level_variance"] = _watched(oracle.checks, moments, self.base_level)
         diagnostics["level_counts"] = torch.tensor(depths, device="cpu").bincount(minlength=self.levels + 1)
         steps = sum(2 ** (k + 1) - 2 - k for k in depths)
         for name, value in (("lower_steps", steps), ("smoothness", bound), ("task_count", len(depths))):
@@ -351,3 +364,28 @@ def _share(depths: list[int], rank: int, world: int) -> list[int]:
         loads[to] += 2 ** (depths[slot] + 1)
         shares[to].append(slot)
     return sorted(shares[rank])
+
+
+def _with_correction(moments: Tensor | None, levels: int, level: int, correction: Tensor) -> Tensor:
+    """Return the number and sum of squared corrections of the levels 0, ..., ``levels``, with one more added."""
+    one_hot = torch.zeros(levels + 1, dtype=torch.float64, device=correction.device)
+    one_hot[level] = 1.0
+    new = torch.stack([one_hot, one_hot * correction])
+    return new if moments is None else moments.to(new.device) + new
+
+
+def _watched(checks: Checks, moments: Tensor, base: int) -> Tensor:
+    """Return the mean squares times 2^k, and warn if they grow above the base level."""
+    count, total = moments
+    variance = torch.where(count > 0, total / count, torch.nan)
+    k = torch.arange(len(count), device=count.device)
+    scaled = variance * 2.0**k
+    seen = (k >= base + 3) & (count >= SEEN) & (variance > 0)
+    weight, log = torch.where(seen, count, 0.0), torch.where(seen, scaled, 1.0).log2()
+    mean_k = (weight * k).sum() / weight.sum()
+    spread = (weight * (k - mean_k) ** 2).sum()
+    slope = (weight * (k - mean_k) * log).sum() / spread
+    explodes = (count[:-1] >= SEEN) & (count[1:] >= SEEN / 3) & (variance[1:] > 64 * variance[:-1])
+    checks.alert("growing levels", GROWING, (seen.sum() >= 3) & (slope > 0.25))
+    checks.alert("exploding levels", EXPLODING, explodes.any())
+    return scaled

@@ -22,7 +22,7 @@ from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, TaskDr
 from ...optimizer.transaction import SOLVER, TABLE, UPPER_SOLVER, recalled
 from ...oracle.oracle import Oracle
 from ...oracle.session import Checks
-from ...problem.parameters import by_level, require
+from ...problem.parameters import by_level, is_number, require
 from ...problem.placement import to_device
 from ...problem.tasks import TaskDraws, draw_whole, length_of, task_count
 from ...problem.vector import Vector
@@ -30,7 +30,7 @@ from ...tracing import is_tracing
 from .drawing import CHANCES, Drawing, Drawn, Source, others
 from .rows import CHUNK, STAMPS, Clock, Rows, Table, about_to_end, table_of
 from .trackers import Matrices, Measured
-from .variants import Look, Variant, are_ceilings, device_named, is_weight, probed, settled, shared, stays_current
+from .variants import Look, Variant, device_named, probed, settled, shared, stays_current
 
 __all__ = ["RecursiveOptimizer"]
 
@@ -84,12 +84,14 @@ class RecursiveOptimizer(BilevelOptimizer):
         kind, limits = self._rule.trackers, options["ceilings"]
         names, beta = (*kind.weighted, "d"), options["beta"]
         weights = beta if isinstance(beta, dict) else dict.fromkeys(names, beta)
-        if not (set(weights) <= set(names) and all(is_weight(weight) for weight in weights.values())):
+        known = set(weights) <= set(names)
+        if not (known and all(is_number(w) and 0 <= float(w) < math.inf for w in weights.values())):
             raise ValueError(
                 f"Invalid beta value: {beta} (pass a finite number of at least 0, or a dict of such numbers with keys "
                 f"among {', '.join(names)})"
             )
-        if not (limits is None or are_ceilings(limits, kind.limits)):
+        known = isinstance(limits, dict) and set(limits) <= set(kind.limits)
+        if limits is not None and not (known and all(is_number(c) and c > 0 for c in limits.values())):
             raise ValueError(
                 f"Invalid ceilings value: {limits} (pass None, or a dict of numbers above 0; keys of this variant: "
                 f"{', '.join(kind.limits) or 'none'})"

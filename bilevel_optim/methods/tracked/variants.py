@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from ...hypergradient.recursive import flat
 from ...hypergradient.storm import corrected, msvr, storm
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
-from ...problem.parameters import is_number, require
+from ...problem.parameters import require
 from .drawing import Drawing, Drawn, Source, others
 from .rows import Clock, Rows, Table
 from .trackers import Matrices, Measured, Trackers
@@ -23,11 +22,9 @@ from .trackers import Matrices, Measured, Trackers
 __all__ = [
     "Look",
     "Variant",
-    "are_ceilings",
     "blockwise",
     "device_named",
     "exact",
-    "is_weight",
     "probed",
     "settled",
     "shared",
@@ -195,16 +192,6 @@ def blockwise(look: Look, tracked: Rows, measured: Measured) -> Tensor:
 
 
 DEVICE = "Invalid {name} value: {value} (it must be a torch.device, or its name, such as 'cpu' or 'cuda:0')"
-
-
-def are_ceilings(value: Any, names: Collection[str]) -> bool:
-    """Return True for a dict of positive numbers by these names."""
-    return isinstance(value, dict) and set(value) <= set(names) and all(is_number(c) and c > 0 for c in value.values())
-
-
-def is_weight(value: Any) -> bool:
-    """Return True for a number that can be a mixing weight."""
-    return is_number(value) and 0 <= float(value) < math.inf
 
 
 def device_named(given: Any) -> torch.device | None:
