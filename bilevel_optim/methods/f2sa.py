@@ -153,6 +153,7 @@ class F2SA(BilevelOptimizer):
         second_order=False,
         copies=True,
         lower_optimizer="elementwise",
+        difference_step="nu",
     )
 
     order: int = count(least=1, default=2)
@@ -174,8 +175,6 @@ class F2SA(BilevelOptimizer):
         self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
         self.theory: dict[str, int] = {}  # set by `from_theory`
         self._formulas: dict[tuple[int, str], Stencil] = {}  # built when first needed, never in a compiled step
-
-    _difference_step = "nu"
 
     @classmethod
     def from_theory(

@@ -414,9 +414,11 @@ class Session:
             self.found.reaches_upper = True
             self.found.ignores_other_level -= {"lower"}
 
-    def conclude(self) -> None:
-        """Raise if no loss has depended on an upper parameter; warn of losses that ignore the other level."""
+    def conclude(self, names: Callable[[], Sequence[str]]) -> None:
+        """Raise if no loss has depended on an upper parameter; warn of losses that ignore others."""
         self.found.writes_seen = True
+        if self.never_reached:
+            self.warn_of_unreached(names)
         if not self.found.reaches_upper:
             raise ValueError(
                 f"{'the loss does not depend' if self.options.one_loss else 'neither loss depends'} on any upper "
