@@ -363,7 +363,7 @@ class CompiledSteps:
                 with torch.no_grad():
                     writes += optimizer._update_writes_after(results.estimate, oracle.live_x, oracle.live_y)
             transaction.commit(writes)
-        return self._noted(results.loss, reason)
+        return self._noted(results.estimate.loss.detach(), reason)
 
     def _require_compilable(self, oracle: Oracle) -> None:
         if oracle.sharded:

@@ -296,7 +296,7 @@ class Method(Options, Optimizer, ABC):
             results = self._compute(oracle, inputs, tasks, update=update)
             transaction.conclude()
             transaction.commit(self._step_writes(oracle, results), undo_of(self.state, oracle.live_x, oracle.live_y))
-        return results.loss
+        return cast(Tensor, self._run_state.last_loss)
 
     def _open_step(self, upper: Loss | None, lower: Loss | None) -> tuple[Transaction, Oracle, Groups]:
         """Return a transaction for a step, the oracle of both losses at the current point, and the groups by level.

@@ -466,10 +466,6 @@ class Session:
         """Return the name of a level's loss in messages."""
         return "loss" if self.options.one_loss else f"{level} loss"
 
-    def averaged(self, *results: Any) -> tuple[Any, ...]:
-        """Return means over the ranks."""
-        return self.options.ranks.mean(*results)
-
 
 def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
     """Return the result of a loss as a scalar, or raise; ``called`` is its name in the message."""

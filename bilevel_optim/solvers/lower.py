@@ -179,11 +179,13 @@ class LowerRule:
 
     def follow(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over the options of the lower groups, which a scheduler may have changed."""
+        changed = False
         for own, group in zip(self.optimizer.param_groups, groups, strict=True):
             for name, value in group.items():
-                if name not in _OURS:
-                    own[name] = value
-        self._heed_options()
+                if name not in _OURS and (own.get(name) is not value or isinstance(value, Tensor)):
+                    own[name], changed = value, True
+        if changed:
+            self._heed_options()
 
     def _heed_options(self) -> None:
         groups = self.optimizer.param_groups
