@@ -672,7 +672,7 @@ class Method(Options, Optimizer, ABC):
         super().add_param_group(param_group)
         if hasattr(self, "_run_state"):
             self._run_state.found.ranks_agree = False  # the new parameters have not been compared
-            self._run_state.buffers.record_again()
+            self._run_state.buffers.complete = False  # the next step may call other modules
             self._run_state.found.derivatives = {}
         if level == "lower" and self._stationary:
             self._lower_checks.warn_of_decay(self.param_groups[-1])

@@ -162,11 +162,8 @@ class Transaction:
         """Wait for all ranks, and agree on how to evaluate copies of y; if a rank has failed, raise on all."""
         assert self.oracle is not None
         found, ranks = self.oracle.session.found, self.oracle.session.options.ranks
-        if (
-            not ranks.alone
-            and ranks.conclude(self.oracle.device, found.fallback is not None)
-            and found.fallback is None
-        ):
+        looped = not ranks.alone and ranks.conclude(self.oracle.device, found.fallback is not None)
+        if looped and found.fallback is None:
             found.fallback = "another rank could not vectorise the losses"
         self._concluded = True
 
