@@ -249,7 +249,7 @@ def _checked(
             found = _repeated(lambda: case.estimate(truth.solutions), truth.coordinates, repeats, clock)
             return _ratio(float((found.mean - truth.gradient).norm()) + 2 * found.std / found.number**0.5, norm)
 
-        advice = cause(optimizer, error, at_solution, there.figures, retried, optimizer._difference_step)
+        advice = cause(optimizer, error, at_solution, there.figures, retried, optimizer.declared.difference_step)
     report = HypergradientReport(
         relative_error=error,
         relative_error_at_solution=at_solution,
@@ -276,7 +276,7 @@ def _require_losses_alone(optimizer: BilevelOptimizer, tasks: Any) -> None:
     doors = [*optimizer._lower_checks.doors(by_level(optimizer.param_groups)["lower"], x)]
     if tasks is None and optimizer.lower_init is not None and leads(optimizer.lower_init(), x):
         doors.append(START)
-    if optimizer._doors.intersection(doors):  # others refuse it themselves
+    if optimizer.declared.doors.intersection(doors):  # others refuse it themselves
         raise ValueError(
             f"there is no reference where x reaches y by {doors[0]}, because the reference is that of the solved lower "
             "problem, which does not depend on how it is solved; compare the hypergradient with differences of the "

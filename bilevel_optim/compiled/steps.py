@@ -384,7 +384,7 @@ class CompiledSteps:
                 with torch.no_grad():
                     writes += optimizer._update_writes_after(results.estimate, oracle.live_x, oracle.live_y)
             transaction.commit(writes)
-        return self._noted(results.loss, reason)
+        return self._noted(results.estimate.loss.detach(), reason)
 
     def _require_compilable(self, oracle: Oracle) -> None:
         if oracle.sharded:
@@ -421,8 +421,13 @@ class CompiledSteps:
             entry.gain.note(eager, seconds)
             if entry.gain.looks == LOOKS and self.settings.backend == "inductor":  # told after the step
                 self._told, self._loses = entry.gain.text, not entry.gain.pays
-        optimizer, settings, name, pure = self.optimizer, self.settings, self.optimizer._difference_step, entry.pure
-        divisor = 1.0 if name is None else min(getattr(optimizer, name), 1.0)
+        optimizer, settings, name, pure = (
+            self.optimizer,
+            self.settings,
+            self.optimizer.declared.difference_step,
+            entry.pure,
+        )
+        divisor = min(getattr(optimizer, name), 1.0) if name else 1.0
         accepted = Accepted(settings.rtol, settings.atol, divisor)
         results = partial(results_of, table_of=partial(table_at, optimizer, pure))
         tables = {id(t): name for entries in optimizer.state.values() for name, t in entries.items()}

@@ -152,6 +152,7 @@ class F2SA(BilevelOptimizer):
         second_order=False,
         copies=True,
         lower_optimizer="elementwise",
+        difference_step="nu",
     )
 
     order: int = count(least=1, default=2)
@@ -172,8 +173,6 @@ class F2SA(BilevelOptimizer):
             options["normalize"] = options["upper_optimizer"] is None
         self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
         self._formulas: dict[tuple[int, str], Stencil] = {}  # built when first needed, never in a compiled step
-
-    _difference_step = "nu"
 
     @property
     def nu(self) -> float:

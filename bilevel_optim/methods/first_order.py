@@ -58,10 +58,9 @@ class FirstOrder(BilevelOptimizer):
         cost="T lower, 1 upper",
         second_order=False,
         converges=False,
+        responds=False,
+        doors=DOORS,  # it leaves out all of y's response to x
     )
-
-    _responds = False
-    _doors = DOORS  # it leaves out all of y's response to x
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Return one lower draw for each lower step, then an upper draw."""

@@ -77,12 +77,12 @@ class ITD(BilevelOptimizer):
         when="few lower steps, or early stopping that is part of the problem",
         cost="T lower (2 T with checkpoint), 1 upper, T hvp, T jvp",
         lower_optimizer="differentiable",
+        doors=frozenset((PROJECTION, START, OPTIONS)),
     )
 
     truncate: int | None = count(default=None, optional=True)
     checkpoint: bool = flag(default=False)
 
-    _doors = frozenset((PROJECTION, START, OPTIONS))
     _joined: ClassVar = {"lower_residual": torch.linalg.vector_norm, "lower_growth": torch.amax}
 
     def _together(self, tasks: int) -> list[slice]:

@@ -36,13 +36,14 @@ from .lower_checks import Factory, own_rate, probe, rate_of
 from .step import CURVATURE, FACTOR, Draw, StepInputs
 
 __all__ = [
-    "AUTO", "MARGIN", "SMALLER", "is_quiet", "led_away", "lower_rate", "rule_at", "stiffened",
+    "AUTO", "MARGIN", "MARGIN_OF_TERMS", "SMALLER", "is_quiet", "led_away", "lower_rate", "rule_at", "stiffened",
     "with_measured_rates",
 ]  # fmt: skip
 
 AUTO = "auto"  # in place of a learning rate
 Rule = Callable[[Vector], LowerRule]
 MARGIN = 1.1
+MARGIN_OF_TERMS = 3.0  # curvature is measured on the terms drawn so far, but the largest of all counts
 FIRST = 10  # products before the first step
 SMALLER = 3  # most repetitions of a step whose lower steps led to a stiffer region
 STIFFER = 4.0  # factor of the curvature at each repetition

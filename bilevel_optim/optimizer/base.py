@@ -256,7 +256,7 @@ class BilevelOptimizer(Method):
             elif start is None and tasks is None and inputs.lower_init is not None:
                 begun = fresh_start(oracle.y, oracle.lower_names(), inputs.lower_init)
                 inputs, start = replace(inputs, start=begun), begun.detach()
-            estimate = self._whole_estimate(oracle, inputs, tasks, start)
+            estimate = self._estimate(oracle, inputs, tasks, start)
             transaction.conclude()
             oracle.session.lower_sample = None  # breaks a reference cycle, as after a step
             return replace(estimate, diagnostics=measured(estimate.diagnostics))
@@ -313,9 +313,8 @@ class BilevelOptimizer(Method):
         groups = by_level(self.param_groups)["lower"]
         self._run_state.follow(self.state, self.param_groups)
         known = {} if self._placeholders else recalled(self.state, self.parameters("lower"), SOLVER).memory
-        buffers = self._run_state.buffers
-        kept = nullcontext() if write else buffers.kept()
-        with self._turn, Transaction(self.generator, oracle, buffers), kept:
+        kept = nullcontext() if write else self._run_state.buffers.kept()
+        with self._turn, Transaction(self.generator, oracle), kept:
             found = adapt.lower_solution(
                 oracle,
                 Vector(self._learned_start(oracle) if start is None else start),

@@ -50,6 +50,9 @@ class MethodInfo:
         uncaptured: why ``compile`` does not compile its steps as a whole, if it does not.
         host_update: the host determines from values how x moves, so that ``compile`` compiles only the estimate.
         solves: y tends to y*(x) if x is fixed.
+        responds: the estimate relies on y's response to x in the lower loss (never with ``initial``).
+        doors: ways besides the losses by which the estimate lets x reach y, see "How x reaches y" in CONTRIBUTING.md.
+        difference_step: name of the option that is the step of finite differences, if there is one.
     """
 
     paper: str
@@ -70,6 +73,9 @@ class MethodInfo:
     solves: bool = True
     uncaptured: str = ""
     host_update: bool = False
+    responds: bool = True
+    doors: frozenset[str] = frozenset()
+    difference_step: str = ""
 
     def __post_init__(self) -> None:
         """Raise ValueError for an unknown word."""

@@ -46,7 +46,17 @@ from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import GROWS, LED_AWAY, LowerRules
 from ..tracing import is_tracing
 from . import checkpoint
-from .auto_rate import AUTO, MARGIN, SMALLER, is_quiet, led_away, lower_rate, stiffened, with_measured_rates
+from .auto_rate import (
+    AUTO,
+    MARGIN,
+    MARGIN_OF_TERMS,
+    SMALLER,
+    is_quiet,
+    led_away,
+    lower_rate,
+    stiffened,
+    with_measured_rates,
+)
 from .checkpoint import OWN, initial_state, initialises
 from .declaration import UNDECLARED, MethodInfo, methods, register
 from .lower_checks import (
@@ -141,13 +151,8 @@ class Method(Options, Optimizer, ABC):
     declared: ClassVar[MethodInfo] = UNDECLARED  # description for the tables, recipes and generic tests
     _variant_of_state = cast("Mapping[str, Any]", MappingProxyType({}))  # a state of another variant is not loaded
     _saved_options: ClassVar[Mapping[str, str]] = {}  # options in a checkpoint, with their attributes
-    _doors: ClassVar[frozenset[str]] = frozenset()  # ways besides the losses by which the estimate lets x reach y
-    _one_loss = False  # True if step takes one loss, from which `_objectives` makes the two
-    _responds = True  # False if the estimate does not rely on y's response to x in the lower loss
-    _curvature_margin: ClassVar[float] = MARGIN  # with "auto", the lower rate is 1 / (margin * curvature)
     _joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # by name: reduces stacked diagnostics of tasks
     _fixed_rate: ClassVar[str] = ""  # why lower_lr cannot be "auto"
-    _difference_step: ClassVar[str | None] = None  # name of the option that is the step of finite differences
     _arguments = cast("Mapping[str, str]", MappingProxyType({}))  # texts of the arguments that ranks compare
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -173,6 +178,7 @@ class Method(Options, Optimizer, ABC):
 
     def __init__(self, upper: Params, lower: Params, **options: Any) -> None:
         values = self._checked_options({"upper": upper, "lower": lower, **options})
+        self._one_loss = self.declared.losses == 1  # from which `_objectives` makes the two
         asked = values["lower_optimizer"]  # a method may put one of its own in the place of None
         self._arrange(values)
         for name, one in self._options.items():
@@ -209,7 +215,7 @@ class Method(Options, Optimizer, ABC):
             values["hvp"],
             Ranks(values["process_group"]),
             one_loss=self._one_loss,
-            responds=self._responds,
+            responds=self.declared.responds and not self.declared.initial,
             follows_curvature=auto,
         )
         self._default_lr, self._auto = {"upper": lr, "lower": lower_lr}, auto
@@ -290,7 +296,7 @@ class Method(Options, Optimizer, ABC):
             results = self._compute(oracle, inputs, tasks, update=update)
             transaction.conclude()
             transaction.commit(self._step_writes(oracle, results), undo_of(self.state, oracle.live_x, oracle.live_y))
-        return results.loss
+        return cast(Tensor, self._run_state.last_loss)
 
     def _open_step(self, upper: Loss | None, lower: Loss | None) -> tuple[Transaction, Oracle, Groups]:
         """Return a transaction for a step, the oracle of both losses at the current point, and the groups by level.
@@ -300,9 +306,10 @@ class Method(Options, Optimizer, ABC):
         ranks, groups = self._oracle_options.ranks, by_level(self.param_groups)
         oracle = self._oracle(upper, lower, groups=groups)
         self._look_beside_losses(oracle, groups["lower"])
-        options = {} if ranks.alone else self._decisive(groups)
-        oracle.session.begin(oracle.live_x, oracle.live_y, lambda: names_of(self.param_groups), options)
-        return Transaction(self.generator, oracle, self._run_state.buffers), oracle, groups
+        if not ranks.alone:
+            options = self._decisive(groups)
+            oracle.session.begin(oracle.live_x, oracle.live_y, lambda: names_of(self.param_groups), options)
+        return Transaction(self.generator, oracle), oracle, groups
 
     def _oracle(self, upper: Loss | None, lower: Loss | None = None, *, groups: Groups | None = None) -> Oracle:
         """Return the oracle of both losses at the current point; ``groups`` are the groups by level, if known."""
@@ -328,7 +335,7 @@ class Method(Options, Optimizer, ABC):
         if self._begun is not None and leads(self._begun[1], x):
             doors[START] = ""
         for door, name in doors.items():
-            if door not in self._doors:
+            if door not in self.declared.doors:
                 raise ValueError(refusal(door, type(self).__name__, name))
         oracle.session.doors = frozenset(doors)
 
@@ -336,7 +343,7 @@ class Method(Options, Optimizer, ABC):
         """Return a function like ``lower_init`` that raises if the estimate leaves out how its result depends on x."""
 
         def note() -> None:
-            if START not in self._doors:
+            if START not in self.declared.doors:
                 raise ValueError(refusal(START, type(self).__name__))
             if session is not None:
                 session.doors |= {START}
@@ -407,11 +414,12 @@ class Method(Options, Optimizer, ABC):
 
     def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
         """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
-        new_losses = self._has_new_losses(oracle, tasks)
+        losses, known = self._losses(oracle, tasks), oracle.session.found.derivatives
+        new_losses = losses not in known and len(known) < MOST_CHECKS
         if new_losses:
             oracle.session.found.look_again()
             oracle.session.used = {} if self.check_derivatives else None
-        estimate = self._whole_estimate(oracle, inputs, tasks)
+        estimate = self._estimate(oracle, inputs, tasks)
         if new_losses:
             self._check_derivatives(oracle, tasks)
         if oracle.session.buffers_skipped:
@@ -428,11 +436,6 @@ class Method(Options, Optimizer, ABC):
         codes = [id(code) for one in (oracle.f, oracle.g) for code in one.codes]
         parameters = [id(t) for t in (*oracle.live_x, *oracle.live_y)]
         return (*codes, *parameters, self._run_state.buffers.mode, tasks is None, self.check_derivatives)
-
-    def _has_new_losses(self, oracle: Oracle, tasks: Any) -> bool:
-        """Return True if these losses have not been looked at in these parameters, and not many others."""
-        known = oracle.session.found.derivatives
-        return len(known) < MOST_CHECKS and self._losses(oracle, tasks) not in known
 
     def _check_derivatives(self, oracle: Oracle, tasks: Any) -> None:
         """Note these losses; if derivatives are checked, raise if one that the estimate has used is wrong."""
@@ -454,22 +457,19 @@ class Method(Options, Optimizer, ABC):
         """Derivatives of the losses that an estimate takes."""
         if self._exact_products:
             return SECOND
-        return JOINT if self._responds and self.declared.family != "zeroth-order" else FIRST
-
-    def _whole_estimate(
-        self, oracle: Oracle, inputs: StepInputs, tasks: Any, start: Sequence[Tensor] | None = None
-    ) -> Estimate:
-        """Return the checked estimate, with hooks on x called once, for the whole hypergradient."""
-        if not any_hooks(oracle.live_x):
-            return self._estimate(oracle, inputs, tasks, start)
-        with called_once(oracle.live_x) as called:
-            estimate = self._estimate(oracle, inputs, tasks, start)
-            return replace(estimate, gradient=called(estimate.gradient))
+        return JOINT if self._oracle_options.responds and self.declared.family != "zeroth-order" else FIRST
 
     def _estimate(
         self, oracle: Oracle, inputs: StepInputs, tasks: Any, start: Sequence[Tensor] | None = None
     ) -> Estimate:
-        """Return the checked estimate; ``start`` replaces the usual start of lower solves."""
+        """Return the checked estimate; ``start`` replaces the usual start of lower solves.
+
+        Hooks on x are called once, for the whole hypergradient.
+        """
+        if any_hooks(oracle.live_x):
+            with called_once(oracle.live_x) as called:
+                estimate = self._estimate(oracle, inputs, tasks, start)
+                return replace(estimate, gradient=called(estimate.gradient))
         warm = self.warm_start or (tasks is None and self.lower_init is not None)  # lower_init has already written y
         initial = None if warm else inputs.memory.get("initial")
         if start is None and not warm:
@@ -495,8 +495,7 @@ class Method(Options, Optimizer, ABC):
         smaller = SMALLER if inputs.follows_curvature else 0  # remaining reductions of the lower rate
         while True:
             estimate, session = make(oracle, inputs), oracle.session
-            session.conclude()
-            session.warn_of_unreached(oracle.lower_names)
+            session.conclude(oracle.lower_names)
             if not self.check_finite:
                 return estimate
             try:
@@ -524,8 +523,9 @@ class Method(Options, Optimizer, ABC):
             losses = (("upper", oracle.f), ("lower", oracle.g))
             terms = {f"{level}_terms": own.terms for level, own in losses if own.terms}
             draws = self._draws(replace(inputs, numbers=inputs.numbers | terms))
+            margin = MARGIN_OF_TERMS if self.declared.data == "finite_sum" else MARGIN
             oracle, inputs, curvature, told = with_measured_rates(
-                oracle, inputs, draws, exact=self._exact_products, margin=self._curvature_margin
+                oracle, inputs, draws, exact=self._exact_products, margin=margin
             )
         estimate = self.estimate(oracle, inputs)
         if self._lower_solver is not None:
@@ -668,7 +668,7 @@ class Method(Options, Optimizer, ABC):
         super().add_param_group(param_group)
         if hasattr(self, "_run_state"):
             self._run_state.found.ranks_agree = False  # the new parameters have not been compared
-            self._run_state.buffers.record_again()
+            self._run_state.buffers.complete = False  # the next step may call other modules
             self._run_state.found.derivatives = {}
         if level == "lower" and self._stationary:
             self._lower_checks.warn_of_decay(self.param_groups[-1])

@@ -21,7 +21,6 @@ class MinimaxOptimizer(BilevelOptimizer):
     The rest of the library sees a pair of losses, f and -f, whose samples come from one stream of data.
     """
 
-    _one_loss = True
     _fixed_rate = "the learning rates of x and y have to be chosen together"
 
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:

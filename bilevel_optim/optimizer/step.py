@@ -291,8 +291,3 @@ class StepResults(NamedTuple):
 
     estimate: Estimate
     update: Update | None
-
-    @property
-    def loss(self) -> Tensor:
-        """Upper loss at the point where the hypergradient was estimated."""
-        return self.estimate.loss.detach()

@@ -108,7 +108,6 @@ class Transaction:
     Args:
         generator: generator of the optimizer.
         oracle: oracle of the step; None for an update from ``.grad``.
-        buffers: module buffers that evaluations change.
         device: device of the parameters, if there is no oracle.
         alone: other ranks take no part.
     """
@@ -121,11 +120,11 @@ class Transaction:
         self,
         generator: torch.Generator | None,
         oracle: Oracle | None = None,
-        buffers: Buffers | None = None,
         device: torch.device = CPU,
     ) -> None:
         self.oracle, self._generator, self._accepted = oracle, generator, False
-        self._buffers = None if buffers is None or buffers.constant else buffers.kept_on_failure()
+        constant = oracle is None or oracle.session.buffers_constant
+        self._buffers = None if oracle is None or constant else oracle.session.buffers.kept_on_failure()
         self._device = device if oracle is None else oracle.device
         self._before: tuple[Any, ...] = ()
         self._data: list[tuple[Any, Any]] = []
@@ -137,8 +136,7 @@ class Transaction:
         modes = torch._C._len_torch_function_stack(), get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
         self._before = default_state(self._device), own, modes
         if self.oracle is not None:
-            f, g = self.oracle.f, self.oracle.g
-            self._data = [(f, f.mark()), (g, g.mark())]
+            self._data = [(own, own.mark()) for own in (self.oracle.f, self.oracle.g) if own.data is not None]
         if self._buffers is not None:
             self._buffers.__enter__()
         return self
@@ -161,11 +159,8 @@ class Transaction:
         """Wait for all ranks, and agree on how to evaluate copies of y."""
         assert self.oracle is not None
         found, ranks = self.oracle.session.found, self.oracle.session.options.ranks
-        if (
-            not ranks.alone
-            and ranks.conclude(self.oracle.device, found.fallback is not None)
-            and found.fallback is None
-        ):
+        looped = not ranks.alone and ranks.conclude(self.oracle.device, found.fallback is not None)
+        if looped and found.fallback is None:
             found.fallback = "another rank could not vectorise the losses"
 
     def commit(self, writes: Sequence[Action], undo: Callable[[], None] | None = None) -> None:

@@ -65,10 +65,6 @@ class Buffers:
                     for module in modules_of(loss):
                         self._know(module)
 
-    def record_again(self) -> None:
-        """Record the modules of the next step: it may call others."""
-        self.complete = False
-
     def _know(self, module: nn.Module) -> None:
         """Restore the buffers of a module from now on, if it is a normalisation."""
         if _normalises(module) and module not in self._changing:
@@ -112,12 +108,9 @@ class Buffers:
             finally:
                 block.changed = self._restored(before)
 
-    def kept_on_failure(self) -> AbstractContextManager[None]:
-        """Context: if the block raises, restore the buffers that it changed."""
-        return self._kept_on_failure()
-
     @contextmanager
-    def _kept_on_failure(self) -> Generator[None]:
+    def kept_on_failure(self) -> Generator[None]:
+        """Context: if the block raises, restore the buffers that it changed."""
         with self._noted() as before:
             try:
                 yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,11 +36,11 @@ def require_callable(tensors: Sequence[Tensor], names: Callable[[], Sequence[str
             )
 
 
-def why_one_by_one(modules: Iterable[nn.Module]) -> str:
+def why_one_by_one(modules: Collection[nn.Module]) -> str:
     """Return why evaluations of these modules cannot run together: a hook that vmap leaves out; empty if none does."""
     if any(_GLOBAL):
         return "there is a backward hook on all modules, which torch does not call for copies that run together"
-    for own in modules:
+    for own in modules if len(modules) else ():
         if own._backward_hooks or own._backward_pre_hooks:
             return f"module {type(own).__name__} has a backward hook, which torch does not call for copies together"
     return ""

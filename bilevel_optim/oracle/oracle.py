@@ -212,13 +212,13 @@ class Oracle(Point):
         """Return the system of a gradient that has a graph; with ``kept`` the live tensors get their values again."""
         session, own = self.session, Vector(())
         x = session.gathered.full(x) if self.sharded else x
+        variables, like = _by_level(x, y), _by_level(self.x, self.y)
 
         def product(v: Vector, wrt: str) -> Vector:
-            variables, like = _of_levels(wrt, x, y), _of_levels(wrt, self.x, self.y)
-            products = self._products(gradients, variables, y, v, like)
+            products = self._products(gradients, variables[wrt], y, v, like[wrt])
             if wrt != "lower":
                 session.note_reached(products[: len(x)])
-            return Vector(self.averaged(none_to_zeros(products, like))[0])
+            return Vector(self.averaged(none_to_zeros(products, like[wrt]))[0])
 
         def rows(basis: Vector) -> Vector:
             plain = bool(session.found.fused)
@@ -354,8 +354,8 @@ def pulled(
         raise
 
 
-def _of_levels(wrt: str, x: Vector, y: Vector) -> Vector:
-    return y if wrt == "lower" else x if wrt == "upper" else Vector((*x, *y))
+def _by_level(x: Vector, y: Vector) -> dict[str, Vector]:
+    return {"lower": y, "upper": x, "both": Vector((*x, *y))}
 
 
 def _by_parts(oracle: Oracle, parts: Sequence[Sample], gradient: bool) -> LowerSystem:
@@ -394,7 +394,7 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
     def slope(at: Vector, wrt: str) -> Vector:
         point = oracle.at(lower=at)
         with point.evaluating() as (live_x, live_y):
-            variables = _of_levels(wrt, live_x, live_y)
+            variables = _by_level(live_x, live_y)[wrt]
             loss, gradients = point.slopes("lower", sample, live_x, live_y, variables, frozen=wrt == "lower")
             if session.found.kinked is None and loss.requires_grad:
                 session.found.kinked, session.found.products = has_kinks(loss), products_of(loss)
@@ -402,7 +402,7 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
             session.require_reached(gradients, oracle.lower_names)
         else:
             session.note_reached(gradients[: len(oracle.x)])
-        like = _of_levels(wrt, oracle.x, y)
+        like = _by_level(oracle.x, y)[wrt]
         loss, result = oracle.averaged(loss.detach(), none_to_zeros(gradients, like))
         oracle.checks.scalar("loss", loss)
         return Vector(result)

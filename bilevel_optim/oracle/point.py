@@ -138,7 +138,7 @@ class Point:
         if level == "lower":
             self.session.lower_sample = sample
         if self.session.used is not None:
-            self.session.used.setdefault(level, (self, sample))
+            self.session.note_use(level, self, sample)
         if known and loss.requires_grad:
             return loss
         # With constant features, the graph does not show every dependence on x.
@@ -280,7 +280,8 @@ class Point:
 
     def averaged(self, *results: Any) -> tuple[Any, ...]:
         """Return means over the ranks if these share the problem; otherwise the results themselves."""
-        return results if self.session.options.ranks.alone or not self.shared else self.session.averaged(*results)
+        ranks = self.session.options.ranks
+        return results if ranks.alone or not self.shared else ranks.mean(*results)
 
     # ------------------------------------------------------------------------------------------------ derivatives
 
@@ -334,12 +335,10 @@ class Point:
         self.session.counts[counted] += self.weight
         found: tuple[Any, ...] = (
             loss.detach(),
-            *(
-                Vector([torch.zeros_like(t) if g is None else g for g, t in zip(own, like, strict=True)])
-                for own, like in gradients
-            ),
+            *[none_to_zeros(own, like) for own, like in gradients],
         )
-        found = found if self.session.options.ranks.alone or not self.shared else self.session.averaged(*found)
+        if not self.session.options.ranks.alone:
+            found = self.averaged(*found)
         self.checks.scalar("loss", found[0])
         return found
 

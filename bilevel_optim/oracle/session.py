@@ -371,7 +371,8 @@ class Session:
         """
         if self.found.reaches_lower:
             if self.never_reached is None or self.never_reached:
-                self.note_unreached(gradients)
+                left_out = {i for i, gradient in enumerate(gradients) if gradient is None}
+                self.never_reached = left_out if self.never_reached is None else self.never_reached & left_out
             if not (gradients and gradients[0] is not None) and all(gradient is None for gradient in gradients):
                 raise ValueError(self.independent("lower"))
         else:
@@ -383,24 +384,6 @@ class Session:
                         "tensor and not a detached or old one (checkpointing needs use_reentrant=False)"
                     )
             self.found.reaches_lower, self.never_reached = True, set()
-
-    def note_unreached(self, gradients: Sequence[Tensor | None]) -> None:
-        """Note the lower tensors that an evaluation leaves out, once all are known to be reached."""
-        if self.found.reaches_lower and (self.never_reached or self.never_reached is None):
-            left_out = {i for i, gradient in enumerate(gradients) if gradient is None}
-            self.never_reached = left_out if self.never_reached is None else self.never_reached & left_out
-
-    def warn_of_unreached(self, names: Callable[[], Sequence[str]]) -> None:
-        """Warn, once for each, of lower tensors that the lower loss reached in the first step but not in this one."""
-        for i in self.never_reached or ():
-            if (key := f"unreached {i}") not in self.warned:
-                self.warned.add(key)
-                warn(
-                    f"no evaluation of the {self.called('lower')} in this step depended on lower parameter "
-                    f"{names()[i]}, although those of the first step did, so it is no longer optimised. "
-                    "If the module now has a new tensor in its place (module.weight = ...), write into the old tensor "
-                    "instead of replacing it: with torch.no_grad(): module.weight.copy_(...)"
-                )
 
     def note_reached(self, gradients: Iterable[Tensor | None]) -> None:
         """Note if any loss depended on an upper parameter."""
@@ -414,9 +397,18 @@ class Session:
             self.found.reaches_upper = True
             self.found.ignores_other_level -= {"lower"}
 
-    def conclude(self) -> None:
-        """Raise if no loss has depended on an upper parameter; warn of losses that ignore the other level."""
+    def conclude(self, names: Callable[[], Sequence[str]]) -> None:
+        """Raise if no loss has depended on an upper parameter; warn once of each dependency that is missing."""
         self.found.writes_seen = True
+        for i in self.never_reached or ():  # the lower loss reached them in the first step
+            if (key := f"unreached {i}") not in self.warned:
+                self.warned.add(key)
+                warn(
+                    f"no evaluation of the {self.called('lower')} in this step depended on lower parameter "
+                    f"{names()[i]}, although those of the first step did, so it is no longer optimised. "
+                    "If the module now has a new tensor in its place (module.weight = ...), write into the old tensor "
+                    "instead of replacing it: with torch.no_grad(): module.weight.copy_(...)"
+                )
         if not self.found.reaches_upper:
             raise ValueError(
                 f"{'the loss does not depend' if self.options.one_loss else 'neither loss depends'} on any upper "
@@ -463,10 +455,6 @@ class Session:
     def called(self, level: str) -> str:
         """Return the name of a level's loss in messages."""
         return "loss" if self.options.one_loss else f"{level} loss"
-
-    def averaged(self, *results: Any) -> tuple[Any, ...]:
-        """Return means over the ranks."""
-        return self.options.ranks.mean(*results)
 
 
 def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:

@@ -150,6 +150,7 @@ class LowerRule:
         evaluates_once: a step evaluates the gradient only once (a line search may do so more often).
         rates: learning rate of each tensor.
         plain: the update is a gradient step and nothing else.
+        kind: class of the optimizer if its update is known; else `Optimizer`.
         carried: the options that depend on upper parameters: group, name and value with its graph.
     """
 
@@ -172,23 +173,25 @@ class LowerRule:
         self._initial = [dict(self.optimizer.state.get(t, {})) for t in self._scratch]
         # The steps of an optimizer whose update is unknown are made by the optimizer itself.
         known = is_known(self.optimizer)
-        self._kind = type(self.optimizer) if known else Optimizer
+        self.kind = type(self.optimizer) if known else Optimizer
         trial = [{"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)], **_options(groups[0])}]
         self.evaluates_once = not needs_closure(self.optimizer if known else factory(trial))
         self._heed_options()
 
     def follow(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over the options of the lower groups, which a scheduler may have changed."""
+        changed = False
         for own, group in zip(self.optimizer.param_groups, groups, strict=True):
             for name, value in group.items():
-                if name not in _OURS:
-                    own[name] = value
-        self._heed_options()
+                if name not in _OURS and (own.get(name) is not value or isinstance(value, Tensor)):
+                    own[name], changed = value, True
+        if changed:
+            self._heed_options()
 
     def _heed_options(self) -> None:
         groups = self.optimizer.param_groups
         self.rates = rates_of(groups)
-        self.plain = self._kind is SGD and not any(
+        self.plain = self.kind is SGD and not any(
             [group["momentum"] or group["weight_decay"] or group["maximize"] for group in groups]
         )
         if any([name in ("momentum", "weight_decay") for _, name, _ in self.carried]):
@@ -220,11 +223,6 @@ class LowerRule:
         return self._sizes == [(t.shape, t.dtype, t.device) for t in like]
 
     @property
-    def kind(self) -> type[Optimizer]:
-        """Class of the optimizer if its update is known; else `Optimizer`."""
-        return self._kind
-
-    @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the tensors that the rule was made for."""
         return [tuple(shape) for shape, *_ in self._sizes]
@@ -233,7 +231,7 @@ class LowerRule:
         """Return the same update with another learning rate for each group, and other limits, for a compiled step."""
         groups = [{**own, "lr": rate} for own, rate in zip(self.optimizer.param_groups, rates, strict=True)]
         other = object.__new__(LowerRule)
-        other.limits, other.lead, other._kind = limits or self.limits, self.lead, self._kind
+        other.limits, other.lead, other.kind = limits or self.limits, self.lead, self.kind
         # Not bool(), which Dynamo of torch 2.11 cannot trace.
         other._is_limited = (other.limits.clip or other.limits.projection) is not None
         other.evaluates_once = self.evaluates_once
@@ -245,7 +243,7 @@ class LowerRule:
             if own is group and name != "lr"
         ]
         other._initial = self._initial
-        other.optimizer = _Groups(groups, self._kind, self.optimizer.defaults)  # type: ignore[assignment]
+        other.optimizer = _Groups(groups, self.kind, self.optimizer.defaults)  # type: ignore[assignment]
         other.rates, other.plain = rates_of(groups), self.plain
         return other
 
@@ -297,7 +295,7 @@ class LowerRule:
         return Solved(end, memory, last[0], changes(new, end), mapping=self.residual(y, last[0]) if sized else None)
 
     def _step(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
-        groups, kind = self.optimizer.param_groups, self._kind
+        groups, kind = self.optimizer.param_groups, self.kind
         if self.plain:
             _, slope = gradient(y)
             return Solved(y.descended(slope, self.rates), memory, slope)
@@ -318,7 +316,7 @@ class LowerRule:
     def _by_torch(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         """Make one step by the optimizer itself, on copies; in a trace by its differentiable form."""
         if is_tracing():
-            if self._kind is Optimizer:
+            if self.kind is Optimizer:
                 name = type(self.optimizer).__name__
                 raise NotImplementedError(
                     f"the optimizer {name} is not an unchanged one of torch's, so it cannot be traced"

@@ -191,13 +191,13 @@ def test_each_way_is_followed_or_refused(row, door, how):
         told = str(error)
     if door == "lower_init" and declared.tasks == "rows" and how == "tasks":
         assert not told  # each task has a row, from which it starts
-    elif kind_of(door) not in row.cls._doors or told:
+    elif kind_of(door) not in row.cls.declared.doors or told:
         assert any(text in told for text in ("upper parameters", "Invalid", "cannot", "lower_init", "differentia")), (
             told
         )
     elif how == "compiled" and not (declared.initial and door == "lower_init"):
         assert "compile_fallback" in optimizer.diagnostics
-    if door in ("lower_projection", "a factory's decay") and kind_of(door) in row.cls._doors:
+    if door in ("lower_projection", "a factory's decay") and kind_of(door) in row.cls.declared.doors:
         assert not told
 
 

@@ -89,9 +89,10 @@ class ESMAML(Initialised, ZerothOrder):
         random=True,
         copies=True,
         lower_optimizer="elementwise",
+        doors=DOORS,
+        difference_step="smoothing",
     )
 
-    _doors = DOORS
     difference: str = choice("forward", "central", default="central")
     warm_start: bool = fixed(default=False)
     lower_directions: int = count(default=0)

@@ -25,9 +25,6 @@ __all__ = ["ANIL", "FOMAML", "MAML", "Initialised", "iMAML"]
 class Initialised(BilevelOptimizer):
     """Base class of the methods whose lower solves start from the last upper parameters, one for each lower one."""
 
-    _responds = False  # y depends on x through its start, not only through the lower loss
-    _doors = frozenset((START,))  # lower_init has no effect
-
     def _initial(self, oracle: Oracle) -> Vector:
         """Return the upper tensors from which the lower ones start."""
         if any_sharded(oracle.y):
@@ -135,9 +132,8 @@ class MAML(Initialised, ITD):
         cost="T lower (2 T with checkpoint), 1 upper, T hvp, T jvp",
         initial=True,
         lower_optimizer="differentiable",
+        doors=ITD.declared.doors,
     )
-
-    _doors = ITD._doors
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Backpropagate through adaptation from the initial point."""
@@ -189,6 +185,7 @@ class ANIL(MAML):
         cost="as MAML",
         initial=True,
         lower_optimizer="differentiable",
+        doors=ITD.declared.doors,
     )
 
     def _initial(self, oracle: Oracle) -> Vector:
@@ -242,6 +239,7 @@ class FOMAML(Initialised):
         second_order=False,
         initial=True,
         converges=False,
+        doors=frozenset((START,)),  # lower_init has no effect
     )
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
@@ -303,6 +301,7 @@ class iMAML(Initialised, AID):
         when="few-shot learning with many steps that stay near x",
         cost="as AID",
         initial=True,
+        doors=frozenset((START,)),  # lower_init has no effect
     )
 
     proximal: float = number(default=0.0, least=0)

@@ -97,7 +97,6 @@ class SABA(SingleLoop):
     arXiv:1407.0202 (SAGA).
     """
 
-    _curvature_margin = 3.0  # curvature is measured on the terms drawn so far, but the largest of all counts
     declared = MethodInfo(
         paper="arXiv:2201.13409",
         family="stochastic",

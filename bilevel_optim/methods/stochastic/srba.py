@@ -79,7 +79,6 @@ class SRBA(SingleLoop):
     Source: Dagréou, Moreau, Vaiter, Ablin (2023), arXiv:2302.08766.
     """
 
-    _curvature_margin = 3.0  # curvature is measured on the terms drawn so far, but the largest of all counts
     declared = MethodInfo(
         paper="arXiv:2302.08766",
         family="stochastic",

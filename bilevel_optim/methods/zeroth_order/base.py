@@ -11,7 +11,7 @@ from ...hypergradient.zeroth_order import AT_PERTURBED
 from ...optimizer.base import BilevelOptimizer
 from ...optimizer.options import choice, count, flag, number
 from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs
-from ...oracle.doors import DOORS, START, WatchedStart, require_free_batch
+from ...oracle.doors import START, WatchedStart, require_free_batch
 from ...oracle.lanes import local_problem
 from ...oracle.oracle import Oracle
 from ...problem.random import SEEDS
@@ -37,9 +37,6 @@ class ZerothOrder(BilevelOptimizer):
     difference: str = choice("forward", "central", default="forward")
     over_ranks: str = choice("data", "directions", default="data")
     warm_start: bool = flag(default=False)
-
-    _difference_step = "smoothing"
-    _doors = DOORS
 
     def _random_inputs(self) -> dict[str, int]:
         """Return the range of the seed of the directions."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...hypergradient import Estimate, full_zeroth_order
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import StepInputs
+from ...oracle.doors import DOORS
 from ...oracle.oracle import Oracle
 from .base import ZerothOrder
 
@@ -66,6 +67,8 @@ class HOZOG(ZerothOrder):
         random=True,
         copies=True,
         lower_optimizer="elementwise",
+        doors=DOORS,
+        difference_step="smoothing",
     )
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:

@@ -6,6 +6,7 @@ from ...hypergradient import Estimate, partial_zeroth_order
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.options import flag
 from ...optimizer.step import StepInputs
+from ...oracle.doors import DOORS
 from ...oracle.oracle import Oracle
 from .base import ZerothOrder
 
@@ -113,6 +114,8 @@ class PZOBO(ZerothOrder):
         random=True,
         copies=True,
         lower_optimizer="elementwise",
+        doors=DOORS,
+        difference_step="smoothing",
     )
 
     share_directions_across_tasks: bool = flag(default=True)
