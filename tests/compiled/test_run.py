@@ -9,6 +9,7 @@ import torch
 
 import bilevel_optim as bo
 from bilevel_optim.compiled.chain import Chain
+from bilevel_optim.compiled.steps import CompiledSteps
 
 from ..problems import seeded
 
@@ -101,6 +102,56 @@ def test_non_finite_values_end_steps_in_a_row():
     assert ends[0][2:] == ends[1][2:]
     for mine, theirs in zip(ends[0][:2], ends[1][:2], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
+
+
+def sums(kind=bo.SRBA):
+    """Such an optimizer of finite sums of four terms, each with a stream of its own, and its data."""
+    data = [torch.cat(BATCHES[k : k + 4]) for k in (0, 1)]
+    optimizer, losses, x, y = problem(kind, None, None)
+    losses = [
+        bo.FiniteSum(own.loss, rows, 2, generator=torch.Generator()) for own, rows in zip(losses, data, strict=True)
+    ]
+    return optimizer, losses, x, y, data
+
+
+def results(optimizer, losses, x, y):
+    positions = [own.generator.get_state() for own in losses]
+    entries = [t for state in optimizer.state.values() for t in state.values()]
+    return [x.detach(), y.detach(), x.grad, *entries, *positions, torch.tensor([*optimizer.oracle_counts.values()])]
+
+
+def test_steps_of_two_kinds_are_one_chain(monkeypatch):
+    """Every fourth step of `SRBA` evaluates all terms, by another graph; both are written once, at the end."""
+    written, write = [], CompiledSteps._write
+    monkeypatch.setattr(CompiledSteps, "_write", lambda *given: written.append(given[-2:]) or write(*given))
+    found = []
+    for at_once in (False, True):
+        optimizer, losses, x, y, _ = sums()
+        for _ in range(100):  # so that none of the next is compared
+            optimizer.step(*losses)
+        written.clear()
+        several = (
+            optimizer.run(*losses, steps=14) if at_once else torch.stack([optimizer.step(*losses) for _ in range(14)])
+        )
+        found.append([several, *results(optimizer, losses, x, y)])
+    assert all(map(torch.equal, *found))
+    assert [times for times, _ in written] == [14]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_chain_of_two_kinds_ends_before_values_that_are_not_finite(value):
+    """The steps before it stand, of either kind, and the draws go on where they had begun."""
+    found = []
+    for at_once in (False, True):
+        optimizer, losses, x, y, data = sums()
+        for _ in range(101):
+            optimizer.step(*losses)
+        data[0][-1] = value  # the next step that draws it, or all terms
+        with pytest.raises(bo.NonFiniteError) as caught:
+            optimizer.run(*losses, steps=14) if at_once else [optimizer.step(*losses) for _ in range(14)]
+        found.append([torch.tensor(caught.value.step), *results(optimizer, losses, x, y)])
+    assert found[0][0] > 102
+    assert all(map(torch.equal, *found))
 
 
 def test_another_kind_of_step_ends_what_is_drawn_at_once(monkeypatch):
