@@ -10,6 +10,7 @@ import torch
 import bilevel_optim as bo
 from bilevel_optim.compiled.chain import Chain
 from bilevel_optim.compiled.steps import CompiledSteps
+from bilevel_optim.pytree import replace
 
 from ..problems import seeded
 
@@ -138,19 +139,45 @@ def test_steps_of_two_kinds_are_one_chain(monkeypatch):
     assert [times for times, _ in written] == [14]
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_chain_of_two_kinds_ends_before_values_that_are_not_finite(value):
+@pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
+@pytest.mark.parametrize("rate", [1e12, 1e20])
+def test_a_chain_of_two_kinds_ends_before_values_that_are_not_finite(rate):
     """The steps before it stand, of either kind, and the draws go on where they had begun."""
     found = []
     for at_once in (False, True):
-        optimizer, losses, x, y, data = sums()
+        optimizer, losses, x, y, _ = sums()
         for _ in range(101):
             optimizer.step(*losses)
-        data[0][-1] = value  # the next step that draws it, or all terms
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         with pytest.raises(bo.NonFiniteError) as caught:
-            optimizer.run(*losses, steps=14) if at_once else [optimizer.step(*losses) for _ in range(14)]
+            optimizer.run(*losses, steps=24) if at_once else [optimizer.step(*losses) for _ in range(24)]
         found.append([torch.tensor(caught.value.step), *results(optimizer, losses, x, y)])
-    assert found[0][0] > 102
+    assert 105 < found[0][0] < 125
+    assert all(map(torch.equal, *found))
+
+
+class Marked(bo.SOBA):
+    """Every fourth step leaves an entry that the others do not write."""
+
+    def _graph_key(self, steps, numbers):
+        return steps % 4 == 0
+
+    def estimate(self, oracle, inputs):
+        found = super().estimate(oracle, inputs)
+        more = {} if inputs.steps % 4 else {"mark": 2.0 * oracle.x}
+        return replace(found, upper_memory={**found.upper_memory, **more})
+
+
+def test_all_entries_of_the_state_are_written():
+    """Steps of a kind that writes other entries end a chain."""
+    found = []
+    for at_once in (False, True):
+        optimizer, losses, x, y = problem(Marked, BATCHES, BATCHES)
+        for _ in range(103):
+            optimizer.step(*losses)
+        optimizer.run(*losses, steps=8) if at_once else [optimizer.step(*losses) for _ in range(8)]
+        found.append([x.detach(), y.detach(), optimizer.state[x]["mark"]])
     assert all(map(torch.equal, *found))
 
 
