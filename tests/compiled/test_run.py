@@ -486,3 +486,20 @@ def test_results_of_a_step_are_not_in_the_memory_of_the_next(kind):
         held.append((kept, [t.clone() for t in kept]))
     assert all(torch.equal(*pair) for kept, copies in held for pair in zip(kept, copies, strict=True))
     assert len({t.data_ptr() for kept, _ in held for t in kept[:2]}) == 10
+
+
+def test_changed_options_are_seen():
+    """Each step and each run has the present options of the optimizer and of its groups, and their parameters."""
+    found = []
+    for compiled in (False, True):
+        optimizer, losses, x, y = problem(bo.StocBiO, BATCHES, BATCHES, compiled=compiled)
+        group = optimizer.param_groups[1]
+        several = []
+        for change in (dict, lambda: vars(optimizer).update(lower_steps=3), lambda: group.update(weight_decay=0.5)):
+            change()
+            several += [optimizer.step(*losses) for _ in range(4)]
+        group["weight_decay"] = 0.7
+        several += optimizer.run(*losses, steps=4)
+        found.append([x.detach(), y.detach(), *several])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
