@@ -101,7 +101,7 @@ class DerivativeError(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """Another rank failed or is gone, so the step has ended; parameters and state are as they were before it."""
+    """Another rank is gone, so the step has ended; parameters and state are as they were before it."""
 
 
 class GradcheckError(_TorchGradcheckError):

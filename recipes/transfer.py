@@ -1,7 +1,7 @@
 r"""Features for a head with few labels, wrong labels or new classes: the case in which hyper-representation should pay.
 
     python -m recipes.transfer                                   # scikit-learn's digits: minutes
-    python -m recipes.transfer --data mnist --data-root DIR --steps 1000
+    python -m recipes.transfer --data mnist --data-root DIR --steps 500 --labels 10 30 100
 
 A body is trained on many labelled images, then a linear head on its features with ``--labels`` other labels, by L-BFGS
 to the end. The table has the head's accuracy on test images. There are three cases:
@@ -169,12 +169,12 @@ def run(args: Namespace, case: str, arm: str, lr: float, seed: int) -> dict[str,
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the program; return the numbers that it writes."""
+    """Run the program; return the numbers that it writes for the last number of labels."""
     parser = Parser(__doc__, threads=1)
     parser.data(SIZES)
     parser.methods([*ORDINARY, *METHODS], [*ORDINARY, *METHODS], "--arms")
     parser.option("cases", list(CASES), "cases to run", choices=CASES)
-    parser.option("labels", 20, "labels of a head")
+    parser.option("labels", [20], "labels of a head, one number or several")
     parser.option("steps", 300, "updates of the body")
     parser.option("batch", 200, "images of a batch")
     parser.option("width", 32, "number of features")
@@ -182,8 +182,22 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.option("lr", 3e-3, "first learning rate of the search")
     parser.option("most", 6, "largest number of learning rates of an arm")
     args = parser.parse(arguments)
-    stem = args.out / f"transfer_{args.data}_{args.labels}"
     args.out.mkdir(parents=True, exist_ok=True)
+    found = {labels: compared(Namespace(**{**vars(args), "labels": labels})) for labels in args.labels}
+    for case in args.cases:
+        rows = []
+        for arm in args.arms:
+            results = [own["results"][f"{case}, {arm}"] for own in found.values()]
+            rates = [f"{r['lr']:g}{', at the edge' if r['edge'] else ''}" for r in results]
+            rows.append([arm, *(interval(r["tests"]) for r in results), "-" if arm == "untrained" else " ".join(rates)])
+        columns = [f"{labels} labels" for labels in args.labels]
+        show(f"{case}: test accuracy of heads, {args.data}", ("", *columns, "learning rate"), rows)
+    return found[args.labels[-1]]
+
+
+def compared(args: Namespace) -> dict[str, Any]:
+    """Run all arms for one number of labels; return and write the accuracies."""
+    stem = args.out / f"transfer_{args.data}_{args.labels}"
     records = Records(Path(f"{stem}.jsonl"))
     facts = {key: getattr(args, key) for key in ("data", "labels", "steps", "batch", "width")}
 
@@ -193,7 +207,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     results: dict[str, Any] = {}
     for case in args.cases:
-        rows = []
         for arm in args.arms:
             tried = {lr: made(case, arm, lr, 0) for lr in ([args.lr] if arm == "untrained" else around(args.lr))}
             while (lr := beyond(tried)) is not None and 1 < len(tried) < args.most:
@@ -202,9 +215,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             tests = [made(case, arm, best, seed)["test"] for seed in range(args.seeds)]
             edge = len(tried) > 1 and beyond(tried) is not None
             results[f"{case}, {arm}"] = {"lr": best, "edge": edge, "tests": tests}
-            rate = "-" if arm == "untrained" else f"{best:g}{', at the edge' if edge else ''}"
-            rows.append([arm, interval(tests), rate])
-        show(f"{case}: heads on {args.labels} labels, {args.data}", ("", "test accuracy", "learning rate"), rows)
     return save(args, stem, {"results": results})
 
 

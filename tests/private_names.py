@@ -28,6 +28,12 @@ NAMES = [
         "hooks on x are called once, for the whole hypergradient; those on y for each copy; a graph would call none",
         "a public way to ask a tensor, or a module, for its hooks",
     ),
+    Name(
+        '"_backward_hooks"',
+        "compiled/steps.py",
+        "hooks on parameters are a part of a step's key, read with other attributes by one call in C",
+        "likewise",
+    ),
     Name("._backward_pre_hooks", "oracle/hooks.py", "the same of a module", "likewise"),
     Name("._post_accumulate_grad_hooks", "oracle/hooks.py", "a step would never call these", "likewise"),
     Name(
@@ -45,7 +51,7 @@ NAMES = [
     Name("torch.utils._python_dispatch._pop_mode", "compiled/alone.py", "likewise", "likewise"),
     Name(
         "torch._foreach_*",
-        "problem/vector.py",
+        "problem/vector.py compiled/places.py",
         "one kernel for all tensors of a vector, as torch.optim has it",
         "a public foreach; until then a loop over the tensors",
     ),
@@ -177,13 +183,6 @@ NAMES = [
     Name("torch.overrides._pop_mode", "optimizer/transaction.py", "likewise", "likewise"),
     Name("torch._C._functorch.*", "optimizer/transaction.py", "the same for vmap", "likewise"),
     # ------------------------------------------------------------------------------------ processes
-    Name(
-        "._get_backend",
-        "distributed/failures.py",
-        "the timeout of a process group is with its backend",
-        "a public timeout of a group",
-    ),
-    Name('"_timeout"', "distributed/failures.py", "likewise", "likewise"),
     Name(
         "._current_frames",
         "optimizer/transaction.py",

@@ -234,10 +234,6 @@ def public():
 CALLED = {
     "compiled/reading.py _Run.run_node": "by torch.fx.Interpreter",
     "compiled/rewrites.py _function_of.Own.setup_context": "by torch.autograd.Function",
-    "kernels/programs.py perturbed": "a program is launched by the name of its reference",
-    "kernels/programs.py accumulated": "likewise",
-    "kernels/programs.py squares": "likewise",
-    "kernels/programs.py cg_step": "likewise",
 }
 
 
@@ -262,7 +258,6 @@ TRACING = {
     "methods/f2sa.py": "whether rounding is large is checked in eager steps",
     "methods/tracked/rows.py": "the clock stays a tensor",
     "methods/tracked/tracking.py": "indices and rates of a graph are on its device, those of eager steps on the host",
-    "methods/tracked/watching.py": "there is no warning from the number of a step, which is no argument of a graph",
     "optimizer/method.py": "the flags of an estimate are not read, but are results of the graph",
     "oracle/oracle.py": "operations without second derivatives are written otherwise in the graph",
     "oracle/session.py": "whether a vector is finite is looked at where it is made; a response cannot be read",

@@ -1,6 +1,7 @@
 """The runner of the papers' experiments: records, search, verdicts, sabotage, and the page that is made from them."""
 
 import dataclasses
+import doctest
 import json
 import math
 from functools import partial
@@ -14,7 +15,7 @@ from recipes.common.methods import growing_penalty
 from recipes.common.records import Missing, Records
 from recipes.common.search import Axis, axis, search
 from recipes.papers import __main__ as program
-from recipes.papers import bound, kappa, reweighting, runner, saddle, theorem
+from recipes.papers import bound, kappa, reweighting, runner, saddle, theorem, theory
 from recipes.papers import headlines as summaries
 from recipes.papers.catalogue import EXPERIMENTS
 from recipes.papers.experiment import SEARCH_SEEDS, Arm, Better, Experiment, Trial, Within
@@ -971,3 +972,8 @@ def test_too_much_noise_is_given_up():
     assert batch == pytest.approx(1 / (nu * 0.5) ** 2)
     # two copies, three lower steps and the difference: gradients of f and of g, each of a batch
     assert enough["spent"] == pytest.approx(enough["steps"] * 2 * (3 + 1) * 2 * 2 * batch)
+
+
+def test_examples_of_the_theorems_constants():
+    assert doctest.testmod(theory).attempted == 7
+    assert not doctest.testmod(theory).failed

@@ -423,7 +423,7 @@ SHORTER = {
     "hyper_cleaning": "--steps 8 --optimizer aid f2sa",
     "learn_to_regularize": "--steps 6 --optimizer rahgd aid-nesterov ba f2sa-2 first-order",
     "meta_classification": "--steps 6 --tasks 2 --levels 2 --optimizer rt-mlmc maml",
-    "transfer": "--steps 1 --seeds 1 --most 3 --cases wrong --arms untrained ITD",
+    "transfer": "--steps 1 --seeds 1 --most 3 --cases wrong --arms untrained ITD --labels 10 20",
     "newsvendor": "--steps 12 --levels 2 --price 10 --test-points 1000 --optimizer erm rt-mlmc wdro",
     "hyper_representation": "--steps 18 --seeds 2 --optimizer aid-fp pzobo-code",
 }

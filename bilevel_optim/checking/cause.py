@@ -69,7 +69,8 @@ def cause(
         )
     if not optimizer.declared.lower_steps:
         return (
-            f"{own}{kind} is a single loop, whose estimate is good only after some steps: check again after more steps"
+            f"{own}{kind} is a single loop, whose estimate is good only after some steps: check again after more "
+            "steps; if the error stays, check that the losses are those that you mean"
         )
     has = [name for name in OWN if hasattr(optimizer, name)] or ["lower_steps"]
     return f"{own}change {', '.join(has)}, and check that the losses are those that you mean"

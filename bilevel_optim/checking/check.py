@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import GradcheckError
 from ..hypergradient import Estimate
+from ..hypergradient.estimate import measured
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.options import explain_bad_call
 from ..oracle.buffers import Buffers
@@ -376,7 +377,7 @@ def _repeated(
             if len(estimates) < 2:
                 raise
             break
-        figures = found.diagnostics
+        figures = measured(found.diagnostics)
         estimates.append(coordinates(found.gradient))
         if len(estimates) == 2 and torch.equal(*estimates):
             break

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import RankError
 from ..problem.random import derive_generator
 from ..problem.vector import Vector, is_sharded
 from ..pytree import tree_map
-from .failures import exchange, report
 
 if dist.is_available():
     # Default arguments of its functions keep the default group, and its threads, if it exists before this import, which
@@ -117,7 +117,7 @@ class Ranks:
             known: True if this rank knows it.
 
         Raises:
-            RankError: if another rank has failed.
+            RankError: if another rank is gone.
             ValueError: on all ranks, if their options are not the same.
         """
         if self.group is None:
@@ -156,16 +156,11 @@ class Ranks:
             flag: flag of this rank.
 
         Raises:
-            RankError: if another rank has failed.
+            RankError: if another rank is gone.
         """
         if self.group is None:
             return flag
         return bool(exchange(self.group, "sum", torch.tensor([int(flag)], device=device)).item())
-
-    def failed(self, error: BaseException) -> None:
-        """End a step on all ranks, because it has failed on this one."""
-        if self.group is not None:
-            report(self.group, error)
 
     def share(self, tasks: Any, count: int) -> tuple[Any, int]:
         """Return this rank's part of drawn tasks, and their number."""
@@ -186,6 +181,22 @@ class Ranks:
     def place(self, index: int) -> int:
         """Return the index, among all drawn tasks, of the task with this index in this rank's part."""
         return self.rank + self.world * index
+
+
+def exchange(group: Any, kind: str, flat: Tensor) -> Tensor:
+    """Write the sum over the ranks (``"sum"``), or the first rank's values (``"first"``), into a flat tensor.
+
+    Raises:
+        RankError: if another rank is gone.
+    """
+    try:
+        dist.all_reduce(flat, group=group) if kind == "sum" else dist.broadcast(flat, group=group, group_src=0)
+    except RuntimeError as error:
+        raise RankError(
+            f"a rank is gone: {error}. The step cannot be completed; look for a process that ended or lost its "
+            "connection"
+        ) from error
+    return flat
 
 
 def text_of(value: Any) -> str:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..problem.vector import Vector
+from ..problem.vector import Later, Vector
 from ..pytree import replace, values
 from ..solvers.lower import Memory
 
-__all__ = ["Estimate", "Later", "Write", "measured"]
-
-
-class Later(NamedTuple):
-    """A diagnostic that is computed from vectors when it is read."""
-
-    function: Callable[..., Tensor]
-    vectors: tuple[Vector, ...]
+__all__ = ["Estimate", "Write", "measured"]
 
 
 class Write(NamedTuple):

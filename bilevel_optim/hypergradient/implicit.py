@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
-from ..problem.vector import Vector, coarsest
+from ..problem.vector import Later, Vector, coarsest
 from ..solvers.linear import LinearSolution, unsolved_from
 from ..tracing import span
-from .estimate import Estimate, Later
+from .estimate import Estimate
 
 __all__ = ["implicit", "watched"]
 
@@ -172,10 +172,12 @@ def watched(
         else:
             oracle.checks.alert("unsolved system", message, _unsolved(*flags, *figures, most=most).any())
         if result.unfinished is not None and result.condition is not None:
-            # Fewer than ten iterations are made by choice, not in the belief that they solve the system.
-            ended = result.unfinished & (result.iterations >= 10)
-            message = partial(_why_unfinished, ended, result.iterations, result.relative, result.condition)
-            oracle.checks.alert("unfinished system", message, ended if oracle.lanes is None else ended.any())
+            open_ended, iterations = result.unfinished, result.iterations
+            message = partial(_why_unfinished, open_ended, iterations, result.relative, result.condition)
+            if oracle.lanes is None:
+                oracle.checks.alert_if("unfinished system", message, _ended, open_ended, iterations)
+            else:
+                oracle.checks.alert("unfinished system", message, _ended(open_ended, iterations).any())
     found = {"linear_residual": result.residual, "linear_iterations": result.iterations}
     if result.relative is not None:
         found["linear_relative_residual"] = result.relative
@@ -189,8 +191,13 @@ def _unsolved(indefinite: Any, diverged: Any, relative: Any, said: Any, *, most:
     return (indefinite > 0) | (diverged > 0) | ((relative > most) & (relative > 10 * said))
 
 
-def _why_unfinished(ended: Tensor, iterations: Tensor, relative: Tensor, condition: Tensor) -> str:
-    worst = int(torch.where(ended, relative * condition, -1.0).argmax())
+def _ended(unfinished: Any, iterations: Any) -> Any:
+    # Fewer than ten iterations are made by choice, not in the belief that they solve the system.
+    return (unfinished > 0) & (iterations >= 10)
+
+
+def _why_unfinished(unfinished: Tensor, iterations: Tensor, relative: Tensor, condition: Tensor) -> str:
+    worst = int(torch.where(_ended(unfinished, iterations), relative * condition, -1.0).argmax())
     took, own, least = (float(t.reshape(-1)[worst]) for t in (iterations, relative, condition))
     seen = f"|b - H v| = {own:.2g} |b| after {took:.0f} iterations, condition of H at least {least:.1g}"
     return f"{UNFINISHED} ({seen}). {HELP[UNFINISHED]}"

@@ -15,7 +15,7 @@ from ..oracle.doors import require_free_batch
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.placement import constant
-from ..problem.vector import Vector, coarsest
+from ..problem.vector import Later, Vector, coarsest
 from ..solvers.paths import Paths
 from .directions import Directions
 from .estimate import Estimate
@@ -63,9 +63,9 @@ def partial_zeroth_order(
     indirect, base, diagnostics, left = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
     loss, direct, slope = found[0]
     if left is not None:
-        diagnostics["predicted_change"] = slope.dot(left)
-    diagnostics["direct_norm"] = direct.norm()
-    _warn_of_noise(oracle, directions, diagnostics["direct_norm"], diagnostics)
+        diagnostics["predicted_change"] = Later(_change, (slope, *left))
+    diagnostics["direct_norm"] = norm = direct.norm()
+    _warn_of_noise(oracle, directions, norm, diagnostics)
     return Estimate(loss, direct + indirect, diagnostics, lower=base)
 
 
@@ -122,11 +122,12 @@ def _indirect(
     central: bool,
     measure: Callable[[Vector, Vector, Vector], tuple[Tensor, Tensor]],
     ranks: Ranks,
-) -> tuple[Vector, Vector, dict[str, Tensor], Vector | None]:
+) -> tuple[Vector, Vector, dict[str, Any], tuple[Vector, ...] | None]:
     r"""Return :math:`\frac1Q \sum_j c_j u_j`, with :math:`c_j` the difference quotients of ``measure``, and the base.
 
-    A direction whose coefficient is not finite is left out, and the mean is over the others. ``measure`` also returns
-    the upper loss at the base. Each rank follows the base and the paths of its own directions.
+    The last result has what `_change` needs besides the gradient of f. A direction whose coefficient is not finite is
+    left out, and the mean is over the others. ``measure`` also returns the upper loss at the base. Each rank follows
+    the base and the paths of its own directions.
     """
     signs, own = (1.0, -1.0) if central else (1.0,), slice(ranks.rank, None, ranks.world)
     lanes = [(0, 0.0), *((j, s) for j in range(directions.count)[own] for s in signs)]
@@ -178,7 +179,7 @@ def _indirect(
     squares_left = [torch.cat(part).nan_to_num(0, 0, 0).square().sum() for part in zip(*rests, strict=True)]
     estimate, *squares_left = ranks.total(directions.combine(mine / (directions.count - dropped), own), *squares_left)
     oracle.checks.finite("lower_grad", estimate, "Every perturbed lower solve diverged: use a smaller smoothing")
-    diagnostics = {
+    diagnostics: dict[str, Any] = {
         "indirect_norm": estimate.norm(),
         "coefficients": coefficients,
         "noise_to_signal": values.new_full((), directions.variance**0.5),
@@ -187,19 +188,30 @@ def _indirect(
     }
     left = None
     if ahead:
-        first, last = squares_left
-        diagnostics["lower_residual"] = ahead[1].norm()
+        first, last, start = ahead
+        diagnostics["lower_residual"] = last
         if len(paths.samples) > 2:  # otherwise the first and the last gradient say little of a trend
-            diagnostics["lower_growth"] = ahead[1].norm() / ahead[0].norm().clamp_min(torch.finfo(first.dtype).tiny)
-            left = _left(base - ahead[2], *ahead[:2])
-        diagnostics["response_residual"] = (last / first.clamp_min(torch.finfo(first.dtype).tiny)).sqrt()
+            diagnostics["lower_growth"] = Later(_growth, (first, last))
+            left = base, start, first, last
+        diagnostics["response_residual"] = Later(_root, (Vector(squares_left),))
     return estimate, base, diagnostics, left
 
 
-def _left(moved: Vector, first: Vector, last: Vector) -> Vector:
-    """Return the rest of the way to a zero gradient, if the gradient along it goes on to fall as it has (a secant)."""
+def _growth(first: Vector, last: Vector) -> Tensor:
+    norm = first.norm()
+    return last.norm() / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+
+
+def _root(squares: Vector) -> Tensor:
+    first, last = squares
+    return (last / first.clamp_min(torch.finfo(first.dtype).tiny)).sqrt()
+
+
+def _change(slope: Vector, base: Vector, start: Vector, first: Vector, last: Vector) -> Tensor:
+    """Return the change of f on the way to a zero gradient, if the gradient goes on to fall as it has (a secant)."""
+    moved = base - start
     along, fall = moved.dot(last), moved.dot(first - last)
-    return moved.times(along / torch.where(fall != 0, fall, torch.finfo(fall.dtype).tiny))
+    return slope.dot(moved.times(along / torch.where(fall != 0, fall, torch.finfo(fall.dtype).tiny)))
 
 
 def _together(
@@ -232,7 +244,7 @@ def _rounding(oracle: Oracle, base: Vector, squares: Tensor) -> Tensor:
     return torch.where(size > 0, 2.5 * unit * base.norm() / size, torch.inf)
 
 
-def _warn_of_noise(oracle: Oracle, directions: Directions, direct: Tensor, diagnostics: dict[str, Tensor]) -> None:
+def _warn_of_noise(oracle: Oracle, directions: Directions, direct: Tensor, diagnostics: dict[str, Any]) -> None:
     """Warn if one estimate is mostly noise, or its differences mostly rounding."""
     variance = directions.variance
 

@@ -1,1 +1,1 @@
-"""Operators that torch cannot fuse: a Triton program for GPUs, and a reference in torch for other devices."""
+"""Random numbers by counter, and directions made of them that are never stored."""

@@ -10,17 +10,18 @@ Entry i of direction q is a function of ``keys[q]`` and ``offset + i`` (`counter
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .counter import precise, units
-from .registry import operator
 
 __all__ = ["BLOCK", "accumulated", "perturbed", "squares"]
 
 BLOCK = 1 << 16  # entries of directions made at a time on a CPU, to stay in its cache
+WIDE_BLOCK = 1 << 22  # on other devices, where a call costs more than memory
 
 
 def perturbed(
@@ -96,9 +97,9 @@ def _is_small(like: Tensor, keys: Tensor) -> bool:
 
 def _blocks(like: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield slices of directions and entries, as many at a time as one block holds."""
-    n, count = like.numel(), keys.numel()
-    width = max(min(n, BLOCK), 1)
-    height = BLOCK // width
+    n, count, block = like.numel(), keys.numel(), BLOCK if like.device.type == "cpu" else WIDE_BLOCK
+    width = max(min(n, block), 1)
+    height = block // width
     for i in range(0, n, width):
         for q in range(0, count, height):
             yield slice(q, min(q + height, count)), slice(i, min(i + width, n))
@@ -156,6 +157,22 @@ def _squares(like: Tensor, keys: Tensor, rows: Tensor, period: int, offset: int,
     return total
 
 
-_PERTURBED = operator(_perturbed, lambda point, factors, *_: point.new_empty(len(factors), *point.shape))
-_ACCUMULATED = operator(_accumulated, lambda like, *_: like.new_empty(like.shape))
-_SQUARES = operator(_squares, lambda like, keys, *_: keys.new_empty(len(keys), dtype=torch.float64))
+def _operator(reference: Callable[..., Tensor], empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the operator ``bilevel_optim::NAME`` of a function, in which no trace looks; ``empty`` gives its shape."""
+    made = torch.library.custom_op(f"bilevel_optim::{reference.__name__.removeprefix('_')}", reference, mutates_args=())
+    made.register_fake(empty)
+
+    def each(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
+        lanes = [
+            made(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        return torch.stack(lanes), 0
+
+    made.register_vmap(each)
+    return made
+
+
+_PERTURBED = _operator(_perturbed, lambda point, factors, *_: point.new_empty(len(factors), *point.shape))
+_ACCUMULATED = _operator(_accumulated, lambda like, *_: like.new_empty(like.shape))
+_SQUARES = _operator(_squares, lambda like, keys, *_: keys.new_empty(len(keys), dtype=torch.float64))

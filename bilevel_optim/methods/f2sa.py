@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,15 @@ from ..hypergradient.finite_difference import KINDS, Stencil, inner_weights
 from ..hypergradient.finite_difference import stencil as stencil_of
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
-from ..optimizer.options import FROM_ZERO, POSITIVE, choice, count, flag, number
+from ..optimizer.options import choice, count, flag, number
 from ..optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, Update, replace
 from ..oracle.copies import Copies
 from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
-from ..problem.parameters import Params, Rate, is_number, require
+from ..problem.parameters import Rate
 from ..problem.placement import constant
-from ..problem.vector import Vector, coarsest, stack
+from ..problem.vector import Later, Vector, coarsest, stack
 from ..solvers.lower import Solved, largest_rate
 from ..tracing import is_tracing
 
@@ -36,7 +36,6 @@ NOISY_NU = 1e-2  # with independent samples, whose noise is divided by nu
 SHARE = 0.6  # of the step that balances the errors at unit scale: more than that costs more than less
 LONGEST = 0.035  # by default, for order 2 and more: a copy at a negative node may have no minimum at a larger one
 DIVERGED = f"{DATA_FIRST}, a smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
-CONVEXITY = "Invalid {name} value: {value} (it must be at most ell, because no curvature is larger than ell)"
 ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are unreliable
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
 LEAVING = 10.0  # how much further a negative node's copy may go than a positive node's while its gradient grows
@@ -120,9 +119,9 @@ class F2SA(BilevelOptimizer):
     *Departures from the paper*, the largest first. The copies share their samples; the paper draws for each copy
     (``samples="independent"``). Its algorithm draws one pair of samples per outer step and keeps it for all lower
     steps; here each lower step has fresh ones, which the proof needs. nu is chosen once; the theorem ties nu and all
-    rates to the accuracy (`from_theory`, too conservative in practice). The result is the last x, not one drawn from
-    all. The paper prints equal weights for j and -j; a derivative needs opposite signs, as here. The algorithm of the
-    paper, with rates of your own:
+    rates to the accuracy (``recipes/papers/theory.py``, too conservative in practice). The result is the last x, not
+    one drawn from all. The paper prints equal weights for j and -j; a derivative needs opposite signs, as here. The
+    algorithm of the paper, with rates of your own:
 
         >>> PAPER = {"order": 2, "samples": "independent", "normalize": True, "warm_start": True}
         >>> import torch
@@ -172,82 +171,9 @@ class F2SA(BilevelOptimizer):
         if options["normalize"] is None:
             options["normalize"] = options["upper_optimizer"] is None
         self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
-        self.theory: dict[str, int] = {}  # set by `from_theory`
         self._formulas: dict[tuple[int, str], Stencil] = {}  # built when first needed, never in a compiled step
 
     _difference_step = "nu"
-
-    @classmethod
-    def from_theory(
-        cls,
-        upper: Params,
-        lower: Params,
-        *,
-        eps: float,
-        ell: float,
-        mu: float,
-        sigma: float = 0.0,
-        gap: float = 1.0,
-        radius: float = 1.0,
-        order: int = 2,
-        **options: Any,
-    ) -> Self:
-        r"""Return the method with its theorem's constants, for a mean norm of the hypergradient of eps.
-
-        With :math:`\kappa = \ell/\mu`, nodes up to r, and the proof's constants where it has them (eq. 10),
-
-        .. math::
-            \nu &= \min\{R/\kappa,\ (\epsilon/(\ell \kappa^{2p+1}))^{1/p},\ 1/(2 r \kappa)\}, \qquad
-            \text{lr} = \epsilon/(6 \ell \kappa^3),\\
-            \text{lower\_lr} &= \min\{\nu^2 \epsilon^2/(\ell \kappa \sigma^2),\ 1/(\ell (1 + r \nu))\}, \qquad
-            \text{lower\_steps} = \log(R \ell \kappa/(\nu \epsilon))/(\mu\, \text{lower\_lr}).
-
-        The bounds by 1/(2 r kappa) and 1/ell are not in the text: without them copies at negative nodes may have no
-        minimum, and lower steps without noise no bound. The optimizer's ``theory`` holds the theorem's ``batch``,
-        :math:`\sigma^2/(\nu\epsilon)^2`, and its number of outer ``steps``. *When.* To study how cost grows with the
-        accuracy: the constants are far too conservative in practice (for kappa = 10, eps = 0.1 and noise, 1e20 calls
-        with order 1 and 1e17 with order 4).
-
-        Args:
-            upper: upper parameters.
-            lower: lower parameters.
-            eps: target of the mean gradient norm.
-            ell: Lipschitz constant of f, and of the derivatives of f and g up to the order p + 1.
-            mu: strong convexity of g in y.
-            sigma: standard deviation of a sample's gradient. Default: 0.
-            gap: :math:`\Delta`, how far the upper objective is above its infimum. Default: 1.
-            radius: R, the initial distance of y from y*(x). Default: 1.
-            order: p. Default: 2.
-            options: any other argument of the constructor, or the same ones to override a constant.
-
-        Raises:
-            ValueError: for constants out of range.
-
-        Example:
-            >>> import torch, bilevel_optim as bo
-            >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
-            >>> optimizer = bo.F2SA.from_theory([x], [y], eps=0.1, ell=2.0, mu=1.0, sigma=1.0)
-            >>> round(optimizer.nu, 3), optimizer.theory["steps"]
-            (0.04, 57600)
-        """
-        for name, value in (("eps", eps), ("ell", ell), ("mu", mu), ("gap", gap), ("radius", radius)):
-            require(name, value, is_number(value) and 0 < value < math.inf, POSITIVE)
-        require("mu", mu, mu <= ell, CONVEXITY)
-        require("sigma", sigma, is_number(sigma) and 0 <= sigma < math.inf, FROM_ZERO)
-        kappa = ell / mu
-        reach = max(map(abs, stencil_of(order, options.get("stencil", "auto")).nodes))
-        nu = min(radius / kappa, (eps / (ell * kappa ** (2 * order + 1))) ** (1 / order), 1 / (2 * reach * kappa))
-        lr, lower_lr = eps / (6 * ell * kappa**3), 1 / (ell * (1 + reach * nu))
-        if sigma:
-            lower_lr = min(lower_lr, (nu * eps / sigma) ** 2 / (ell * kappa))
-        steps = math.ceil(max(math.log(radius * ell * kappa / (nu * eps)), 1.0) / (mu * lower_lr))
-        chosen = {"lr": lr, "lower_lr": lower_lr, "lower_steps": steps, "nu": nu, "samples": "independent"}
-        made = cls(upper, lower, order=order, **{**chosen, **options})
-        made.theory = {
-            "batch": max(math.ceil((sigma / (nu * eps)) ** 2), 1),
-            "steps": math.ceil(6 * gap / (eps * lr) - 1e-9),
-        }
-        return made
 
     @property
     def nu(self) -> float:
@@ -295,7 +221,8 @@ class F2SA(BilevelOptimizer):
         found = solved.watched(oracle.session, rule, start, self.lower_steps)
         if solved.gradient is not None:
             found["lower_residual"] = solved.norm(lanes=True)
-        spread = self._watched_spread(oracle, y, copies, formula, inputs)
+        if formula.nodes != (-1, 1) and sum(j != 0 for j in formula.nodes) > 1:
+            self._watch_spread(oracle, y, copies, formula, inputs)
         if formula.nodes == (-1, 1) and solved.early is not None:
             self._watch_leaving(oracle, solved, start, found["lower_residual"], inputs)
         if formula.nodes == (0, 1) and solved.gradient is not None:
@@ -305,14 +232,17 @@ class F2SA(BilevelOptimizer):
             oracle.checks.alert_if("another basin", BASIN, falls, *figures)
         if {-1, 1} <= {*formula.nodes} and solved.early is not None and rule.plain:
             self._watch_parting(oracle, formula, solved, start, rule.rates)
-        gap = self._difference_gap(formula, copies, estimate, working_unit((*oracle.x, *y)))
-        if gap is not None:
-            found["difference_gap"] = gap
+        values = Vector(estimate.diagnostics.values())
+        if formula.nodes == (0, 1) or len(formula.nodes) > 2:
+            gap = partial(_difference_gap, formula, self.nu, working_unit((*oracle.x, *y)))
+            found["difference_gap"] = Later(gap, (copies, values))
         if solved.gradient is not None:
-            found["linear_relative_residual"] = self._unsolved_part(formula, copies, solved.gradient, estimate)
-        estimate = replace(estimate, diagnostics={})
+            unsolved = partial(_unsolved_part, formula, self.nu)
+            found["linear_relative_residual"] = Later(unsolved, (copies, solved.gradient, values))
+        found["spread"] = Later(partial(_spread, formula, self.nu), (y, copies))
         return replace(
-            estimate.noting(**found, spread=spread),
+            estimate,
+            diagnostics=found,
             lower=y,
             memory={"copies": copies},
             solver=solved.memory,
@@ -350,40 +280,21 @@ class F2SA(BilevelOptimizer):
 
         return gradient
 
-    def _unsolved_part(self, formula: Stencil, copies: Vector, slopes: Vector, estimate: Estimate) -> Tensor:
-        """Return an upper bound of the relative residual of the linear system that two neighbouring copies solve.
-
-        Their distance d per unit of perturbation approximates -v. The difference of their gradients is the residual of
-        H v = b, with b the gradient of f in y, whose norm is at least the change of f over d.
-        """
-        i, j = formula.nodes.index(0 if 0 in formula.nodes else -1), formula.nodes.index(1)
-        apart, rest = (Vector(t[j] - t[i] for t in both).norm() for both in (copies, slopes))
-        f = estimate.diagnostics["upper"]
-        change = torch.maximum((f[j] - f[i]).abs(), coarsest(copies) * f[j].abs())
-        step = (formula.nodes[j] - formula.nodes[i]) * self.nu
-        return apart * rest / (step * change).clamp_min(torch.finfo(change.dtype).tiny)
-
-    def _watched_spread(
-        self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, inputs: StepInputs
-    ) -> Tensor:
-        """Return the distance of each copy from y* per unit of perturbation, and warn if the distances differ much.
+    def _watch_spread(self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, inputs: StepInputs) -> None:
+        """Warn if the distances of the copies from y*, per unit of perturbation, differ much.
 
         They are similar if nu is small enough. For a quadratic pair they are proportional to 1/(1 + j nu r), which
         exposes a negative copy near its pole or beyond. Order 2 does not: it takes y* for the mean of its two copies.
         """
-        distances = (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
-        nodes = constant(formula.nodes, distances)
-        spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
-        if formula.nodes != (-1, 1) and sum(j != 0 for j in formula.nodes) > 1:
-            known = torch.stack([spread[i] for i, j in enumerate(formula.nodes) if j])
-            rounding = 1e4 * coarsest(y) * y.norm()
-            limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
-            apart = (known.max() > limit * known.min()) & (distances.max() > rounding)
-            if any(j < 0 for j in formula.nodes):
-                oracle.checks.alert("diverging copies", self._diverging(formula, inputs), apart)
-            else:
-                oracle.checks.alert("uneven copies", UNEVEN, apart)
-        return spread
+        spread = _spread(formula, self.nu, y, copies)
+        known = torch.stack([spread[i] for i, j in enumerate(formula.nodes) if j])
+        rounding = 1e4 * coarsest(y) * y.norm()
+        limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
+        apart = (known.max() > limit * known.min()) & (_distances(y, copies).max() > rounding)
+        if any(j < 0 for j in formula.nodes):
+            oracle.checks.alert("diverging copies", self._diverging(formula, inputs), apart)
+        else:
+            oracle.checks.alert("uneven copies", UNEVEN, apart)
 
     def _watch_leaving(self, oracle: Oracle, solved: Solved, start: Vector, last: Tensor, inputs: StepInputs) -> None:
         """For order 2, warn if the copy at the negative node goes much further than the other one, and uphill.
@@ -412,28 +323,6 @@ class F2SA(BilevelOptimizer):
         beyond = moved - reach * PARTING
         least = torch.minimum(beyond[one], beyond[other])
         oracle.checks.alert_if("another basin", PARTED, _part, apart, moved[one] + moved[other], least)
-
-    def _difference_gap(self, formula: Stencil, copies: Vector, estimate: Estimate, unit: float) -> Tensor | None:
-        """Return the relative difference of two finite differences at the copies, above rounding.
-
-        They are those of y by this formula and by the one of lower order without the outermost nodes. Order 1 compares
-        f and g: the derivative of g + s f at its minimum is f, so a trapezoid has both. None for order 2, whose nodes
-        have no other formula.
-        """
-        nodes, (g, f) = formula.nodes, estimate.diagnostics.values()
-        if nodes == (0, 1):
-            size = (f[1] - f[0]).abs()
-            gap = (f[1] - f[0] + (g[1] - g[0]) * (2 / self.nu)).abs()
-            rounding = f.abs().max() + g.abs().max() * (2 / self.nu)
-        elif len(nodes) > 2:
-            weights, inner = [float(c) for c in formula.weights], inner_weights(nodes)
-            change = [a - b for a, b in zip(weights, inner, strict=True)]
-            size, gap = copies.combine(weights).norm(), copies.combine(change).norm()
-            rounding = copies.lane(0).norm() * sum(map(abs, change))
-        else:
-            return None
-        found: Tensor = (gap - 4 * unit * rounding).clamp_min(0) / size.clamp_min(torch.finfo(size.dtype).tiny)
-        return found
 
     def _diverging(self, formula: Stencil, inputs: StepInputs) -> str:
         return (
@@ -476,6 +365,52 @@ class F2SA(BilevelOptimizer):
             norm = gradient.norm()
             gradient = gradient.times(1 / torch.where(norm > 0, norm, 1.0))
         return super().update(x, gradient, inputs)
+
+
+def _distances(y: Vector, copies: Vector) -> Tensor:
+    return (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
+
+
+def _spread(formula: Stencil, nu: float, y: Vector, copies: Vector) -> Tensor:
+    """Return the distance of each copy from y* per unit of perturbation."""
+    distances = _distances(y, copies)
+    nodes = constant(formula.nodes, distances)
+    return torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * nu).clamp_min(1e-300))
+
+
+def _unsolved_part(formula: Stencil, nu: float, copies: Vector, slopes: Vector, values: Vector) -> Tensor:
+    """Return an upper bound of the relative residual of the linear system that two neighbouring copies solve.
+
+    Their distance d per unit of perturbation approximates -v. The difference of their gradients is the residual of
+    H v = b, with b the gradient of f in y, whose norm is at least the change of f over d.
+    """
+    i, j = formula.nodes.index(0 if 0 in formula.nodes else -1), formula.nodes.index(1)
+    apart, rest = (Vector(t[j] - t[i] for t in both).norm() for both in (copies, slopes))
+    _, f = values
+    change = torch.maximum((f[j] - f[i]).abs(), coarsest(copies) * f[j].abs())
+    step = (formula.nodes[j] - formula.nodes[i]) * nu
+    return apart * rest / (step * change).clamp_min(torch.finfo(change.dtype).tiny)
+
+
+def _difference_gap(formula: Stencil, nu: float, unit: float, copies: Vector, values: Vector) -> Tensor:
+    """Return the relative difference of two finite differences at the copies, above rounding.
+
+    They are those of y by this formula and by the one of lower order without the outermost nodes. Order 1 compares
+    f and g: the derivative of g + s f at its minimum is f, so a trapezoid has both. The nodes of order 2 have no other
+    formula.
+    """
+    nodes, (g, f) = formula.nodes, values
+    if nodes == (0, 1):
+        size = (f[1] - f[0]).abs()
+        gap = (f[1] - f[0] + (g[1] - g[0]) * (2 / nu)).abs()
+        rounding = f.abs().max() + g.abs().max() * (2 / nu)
+    else:
+        weights, inner = [float(c) for c in formula.weights], inner_weights(nodes)
+        change = [a - b for a, b in zip(weights, inner, strict=True)]
+        size, gap = copies.combine(weights).norm(), copies.combine(change).norm()
+        rounding = copies.lane(0).norm() * sum(map(abs, change))
+    found: Tensor = (gap - 4 * unit * rounding).clamp_min(0) / size.clamp_min(torch.finfo(size.dtype).tiny)
+    return found
 
 
 def _falls(nu: float, rounding: float, g: Any, g_nu: Any, f: Any, f_nu: Any, apart: Any, residual: Any) -> Any:

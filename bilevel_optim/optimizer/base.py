@@ -166,11 +166,7 @@ class BilevelOptimizer(Method):
         with torch.enable_grad():
             result = closure()
         if required and self._run_state.steps == before:
-            try:
-                self._objectives(closure, None)  # raises: one loss is not enough
-            except TypeError as error:
-                self._oracle_options.ranks.failed(error)  # other ranks may have two losses
-                raise
+            self._objectives(closure, None)  # raises: one loss is not enough
         self._update()
         return result
 
@@ -319,7 +315,7 @@ class BilevelOptimizer(Method):
         known = {} if self._placeholders else recalled(self.state, self.parameters("lower"), SOLVER).memory
         buffers = self._run_state.buffers
         kept = nullcontext() if write else buffers.kept()
-        with self._turn, Transaction(self.generator, oracle, buffers, alone=True), kept:
+        with self._turn, Transaction(self.generator, oracle, buffers), kept:
             found = adapt.lower_solution(
                 oracle,
                 Vector(self._learned_start(oracle) if start is None else start),

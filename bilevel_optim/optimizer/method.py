@@ -298,13 +298,9 @@ class Method(Options, Optimizer, ABC):
         Ranks compare their options here; a difference ends the step on all of them.
         """
         ranks, groups = self._oracle_options.ranks, by_level(self.param_groups)
-        try:
-            oracle = self._oracle(upper, lower, groups=groups)
-            self._look_beside_losses(oracle, groups["lower"])
-            options = {} if ranks.alone else self._decisive(groups)
-        except BaseException as error:
-            ranks.failed(error)
-            raise
+        oracle = self._oracle(upper, lower, groups=groups)
+        self._look_beside_losses(oracle, groups["lower"])
+        options = {} if ranks.alone else self._decisive(groups)
         oracle.session.begin(oracle.live_x, oracle.live_y, lambda: names_of(self.param_groups), options)
         return Transaction(self.generator, oracle, self._run_state.buffers), oracle, groups
 

@@ -249,7 +249,7 @@ class LowerResult(NamedTuple):
 
     oracle: Oracle
     solver: Memory
-    diagnostics: Mapping[str, Tensor | Vector]
+    diagnostics: Mapping[str, Any]
     plain: bool = False
 
     def with_lower(self, estimate: Estimate) -> Estimate:

@@ -114,7 +114,7 @@ class Transaction:
     """
 
     __slots__ = (
-        "_accepted", "_before", "_buffers", "_concluded", "_data", "_device", "_generator", "oracle",
+        "_accepted", "_before", "_buffers", "_data", "_device", "_generator", "oracle",
     )  # fmt: skip
 
     def __init__(
@@ -123,9 +123,8 @@ class Transaction:
         oracle: Oracle | None = None,
         buffers: Buffers | None = None,
         device: torch.device = CPU,
-        alone: bool = False,
     ) -> None:
-        self.oracle, self._generator, self._accepted, self._concluded = oracle, generator, False, alone
+        self.oracle, self._generator, self._accepted = oracle, generator, False
         self._buffers = None if buffers is None or buffers.constant else buffers.kept_on_failure()
         self._device = device if oracle is None else oracle.device
         self._before: tuple[Any, ...] = ()
@@ -153,15 +152,13 @@ class Transaction:
         if self._buffers is not None:
             reason = (kind, error, trace) if failed else (None, None, None)
             self._buffers.__exit__(*reason)
-        if error is not None and failed:
+        if failed:
             self._undo()
-            if self.oracle is not None and not self._concluded:
-                self.oracle.session.options.ranks.failed(error)
         if isinstance(error, RuntimeError):
             require_uninterrupted(error)
 
     def conclude(self) -> None:
-        """Wait for all ranks, and agree on how to evaluate copies of y; if a rank has failed, raise on all."""
+        """Wait for all ranks, and agree on how to evaluate copies of y."""
         assert self.oracle is not None
         found, ranks = self.oracle.session.found, self.oracle.session.options.ranks
         if (
@@ -170,7 +167,6 @@ class Transaction:
             and found.fallback is None
         ):
             found.fallback = "another rank could not vectorise the losses"
-        self._concluded = True
 
     def commit(self, writes: Sequence[Action], undo: Callable[[], None] | None = None) -> None:
         """Accept the step and make the writes; an interrupt waits for them, and may repeat one.

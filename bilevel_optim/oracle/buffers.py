@@ -29,8 +29,6 @@ Note = Callable[[nn.Module, Any], None]
 Before = dict[tuple[nn.Module, str], tuple[Tensor, int]]  # values of buffers, with their versions
 COUNT = "num_batches_tracked"
 
-PATIENCE = 60.0  # seconds that threads wait for each other
-
 
 class Buffers:
     """The module buffers that an evaluation in training mode changes: running statistics, power iterations.
@@ -208,67 +206,41 @@ class Kept:
         return self._buffers.has_moved(self._before)
 
 
-class _Notes:
-    """Hooks on the modules of the whole process, set by the threads that need them; none while torch traces.
+class _Notes(threading.local):
+    """Hooks on the modules of the whole process, set by one thread; none of them while it traces.
 
-    A trace would include the hooks, which are gone before it is used. So a thread that traces waits until other threads
-    need none, and they wait until it has traced. Both waits have a limit, because a loss may wait for another thread.
+    A trace would include the hooks, which are gone before it is used.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._on: dict[int, list[tuple[Note, RemovableHandle]]] = {}
-        self._tracing: list[int] = []
+        self._on: list[tuple[Note, RemovableHandle]] = []
 
     @contextmanager
     def on(self, note: Note) -> Generator[None]:
         """Call ``note`` for the modules called in the block."""
-        own = threading.get_ident()
-        with self._changed:
-            self._changed.wait_for(partial(self._may_note, own), PATIENCE)
-            self._on.setdefault(own, []).append((note, register_module_forward_pre_hook(note)))
+        self._on.append((note, register_module_forward_pre_hook(note)))
         try:
             yield
         finally:
-            with self._changed:
-                self._on[own].pop()[1].remove()
-                if not self._on[own]:
-                    del self._on[own]
-                self._changed.notify_all()
+            self._on.pop()[1].remove()
 
     @contextmanager
     def off(self) -> Generator[None]:
-        """Run the block without any hooks."""
-        own = threading.get_ident()
-        with self._changed:
-            mine = self._on.pop(own, [])
-            for _, handle in mine:
-                handle.remove()
-            self._changed.notify_all()
+        """Run the block without these hooks."""
+        for _, handle in self._on:
+            handle.remove()
         try:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._on and self._may_note(own), PATIENCE)
-                self._tracing.append(own)
-            try:
-                yield
-            finally:
-                with self._changed:
-                    self._tracing.remove(own)
-                    self._changed.notify_all()
+            yield
         finally:
-            with self._changed:
-                if mine:
-                    try:
-                        self._changed.wait_for(partial(self._may_note, own), PATIENCE)
-                    finally:
-                        self._on[own] = [(note, register_module_forward_pre_hook(note)) for note, _ in mine]
-
-    def _may_note(self, own: int) -> bool:
-        return all(thread == own for thread in self._tracing)
+            self._on = [(note, register_module_forward_pre_hook(note)) for note, _ in self._on]
 
 
 _NOTES = _Notes()
-unnoted = _NOTES.off
+
+
+def unnoted() -> AbstractContextManager[None]:
+    """Run a block without the hooks that this thread has set."""
+    return _NOTES.off()
 
 
 def _expect_hooks() -> None:

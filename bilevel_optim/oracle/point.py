@@ -80,14 +80,13 @@ class Point:
     def at(self, upper: Sequence[Tensor] | None = None, lower: Sequence[Tensor] | None = None) -> Self:
         """Return the same losses at other values of x, of y, or of both."""
         other = object.__new__(type(self))
-        other.lanes, other.shared, other.weight = self.lanes, self.shared, self.weight
-        other.live_x, other.live_y, other.live, other._names = self.live_x, self.live_y, self.live, self._names
-        other.x = self.x if upper is None else Vector(upper).detach()
-        other.y = self.y if lower is None else Vector(lower).detach()
+        vars(other).update(vars(self))
         x, y = self.placing
-        other.placing = (x if upper is None else other.x, y if lower is None else other.y)
-        other.f, other.g, other._features = self.f, self.g, self._features
-        other.session, other.checks, other.device, other.sharded = self.session, self.checks, self.device, self.sharded
+        if upper is not None:
+            other.x = x = Vector([t.detach() if t.requires_grad else t for t in upper])
+        if lower is not None:
+            other.y = y = Vector([t.detach() if t.requires_grad else t for t in lower])
+        other.placing = x, y
         return other
 
     @property
@@ -457,7 +456,7 @@ class in_place:
         before = [t.data for t in moved]
         try:
             for tensor, value in zip(moved, self._values, strict=True):
-                tensor.data = value.detach()
+                tensor.data = value
         except BaseException:
             for tensor, storage in zip(moved, before, strict=True):
                 tensor.data = storage

@@ -6,12 +6,13 @@ as a hand-fused one. ``dot``, ``norm``, ``max_abs`` and ``sum`` are the only red
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Vector", "any_sharded", "as_variable", "coarsest", "is_sharded", "stack"]
+__all__ = ["Later", "Vector", "any_sharded", "as_variable", "coarsest", "is_sharded", "stack"]
 
 Scalar = float | Tensor
 
@@ -161,6 +162,13 @@ class Vector(tuple[Tensor, ...]):
                     tensor.copy_(value)
         else:
             torch._foreach_copy_(self, tuple(values))
+
+
+class Later(NamedTuple):
+    """A diagnostic that is computed from vectors when it is read."""
+
+    function: Callable[..., Tensor]
+    vectors: tuple[Vector, ...]
 
 
 def stack(vectors: Sequence[Sequence[Tensor]]) -> Vector:

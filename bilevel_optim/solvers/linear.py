@@ -9,14 +9,12 @@ it were alone, with its own residual and iterations.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import inf, isfinite, nan, sqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.cg import Algebra, cg_step, iteration
 from ..problem.vector import Vector, any_sharded, coarsest
 from ..tracing import is_tracing
 
@@ -136,9 +134,9 @@ def cg(
     """
     right, apply = Vector(b), _damped(product, damping)
     one_here = right[0].is_cpu and not lanes and not any_sharded(right) and _host_looks(right[0])
-    v, r, kept = _choose_start(apply, right, start, lanes, read=one_here, energy=True)
+    v, r, kept, norm = _choose_start(apply, right, start, lanes, read=one_here, energy=True)
     turn = None if direction is None or start is None else _where(kept, Vector(direction), right.zeros_like())
-    unit, looked_at = _unit(r, lanes, read=one_here), max(tol, atol)
+    unit, looked_at = _unit(r, lanes, norm, read=one_here), max(tol, atol)
     if unit is not None:
         inverse = 1 / unit
         scaled = right.times(inverse)
@@ -146,12 +144,8 @@ def cg(
         turn = None if turn is None else turn.times(inverse)
         right = scaled
     stop = _Stop(steps, tol, atol, looked_at)
-    if right[0].device.type == "cuda" and not any_sharded(right):
-        found = _fused(apply, right, v, r, turn, stop, lanes)
-    else:
-        algebra = _NUMBERS if one_here else _LANES if lanes else _SCALARS
-        found = _cg(apply, right, v, r, turn, stop, algebra, partial(iteration, algebra))
-    v, residual, *figures, _, turn = found
+    algebra = _NUMBERS if one_here else _LANES if lanes else _SCALARS
+    v, residual, *figures, _, turn = _cg(apply, right, v, r, turn, stop, algebra)
     if unit is not None:
         v, residual = v.times(unit), residual * unit
         turn = None if turn is None else turn.times(unit)
@@ -161,26 +155,30 @@ def cg(
 
 def _choose_start(
     apply: Product, b: Vector, start: Sequence[Tensor] | None, lanes: bool, *, read: bool = False, energy: bool = False
-) -> tuple[Vector, Vector, bool | Tensor]:
+) -> tuple[Vector, Vector, bool | Tensor, float | None]:
     """Return the first iterate, its residual, and whether it is the start: else zero, which has a smaller residual.
+
+    The last result is the norm of that residual, if it has been read.
 
     With ``energy`` a start of larger residual is kept if it is nearer to the solution in the norm of H. A start with a
     non-finite residual is kept, so that the caller notices it. Numbers are compared on the host if they may be
     ``read``.
     """
     if start is None:
-        return b.zeros_like(), b, False
+        return b.zeros_like(), b, False, None
     v = Vector(start)
     r = b - apply(v)
     norm, dot = (Vector.lane_norm, Vector.lane_dot) if lanes else (Vector.norm, Vector.dot)
-    ours, theirs = (float(norm(t)) if read else norm(t) for t in (r, b))
+    norms: Any = [float(norm(t)) if read else norm(t) for t in (r, b)]
+    ours, theirs = norms
     useless: Any = (ours > theirs) & (ours < inf)
     if energy and (not read or useless):
         # q(v) < 0 = q(0) and v'Hv > 0 are v'b > -v'r and v'b > v'r. Residuals of CG rise on their way to the solution,
         # so a start of larger residual than zero may be far better. Starts of indefinite systems grow without a bound.
         useless = useless & ((dot(v, r).abs() >= dot(v, b)) | (ours > GROWTH**0.5 * theirs))
-    kept = not useless if read else ~useless
-    return _where(kept, v, b.zeros_like()), _where(kept, r, b), kept
+    if read:
+        return (b.zeros_like(), b, False, theirs) if useless else (v, r, True, ours)
+    return _where(~useless, v, b.zeros_like()), _where(~useless, r, b), ~useless, None
 
 
 def _where(condition: bool | Tensor, a: Vector, b: Vector) -> Vector:
@@ -193,10 +191,10 @@ def _where(condition: bool | Tensor, a: Vector, b: Vector) -> Vector:
     return Vector([torch.where(condition.view(-1, *[1] * (t.dim() - 1)), t, u) for t, u in zip(a, b, strict=True)])
 
 
-def _unit(r: Vector, lanes: bool, *, read: bool) -> Any:
+def _unit(r: Vector, lanes: bool, norm: float | None, *, read: bool) -> Any:
     """Return a scale for the system that keeps squared entries in the range of their type; None if none is needed.
 
-    It is a number if values may be ``read``, else a tensor.
+    It is a number if values may be ``read``, else a tensor. ``norm`` is that of r, if it is known.
     """
     narrow = [dtype for dtype in NARROW if any([t.dtype == dtype for t in r])]
     kind = torch.finfo(narrow[0] if narrow else r[0].dtype)
@@ -205,7 +203,7 @@ def _unit(r: Vector, lanes: bool, *, read: bool) -> Any:
     if not read:
         norms = r.lane_norm() if lanes else r.norm()
         return torch.where((norms > 0) & norms.isfinite(), norms.clamp_min(kind.tiny), 1.0)
-    norm = float(r.norm())
+    norm = float(r.norm()) if norm is None else norm
     ordinary = ORDINARY[0] < norm < ORDINARY[1] and kind.max > 1e30
     return None if ordinary or not 0 < norm < inf else max(norm, kind.tiny)
 
@@ -224,10 +222,9 @@ def _cg(
     r: Vector,
     turn: Vector | None,
     stop: _Stop,
-    algebra: Algebra,
-    step: Callable[..., Any],
+    algebra: _Algebra,
 ) -> LinearSolution:
-    """Run the iterations from v, whose residual is r; ``step`` computes all that follows a product.
+    """Run the iterations from v, whose residual is r.
 
     The first direction is r, plus ``turn`` where the sum is a direction of descent.
     """
@@ -238,7 +235,7 @@ def _cg(
     floor, given = max(stop.tol, eps) ** 2 * square, stop.atol**2
     floor, p, pp = where(floor > given, floor, given), r, rr
     if turn is not None:
-        # p'r = r'r makes the length of `step` the best one, also if b or H has changed.
+        # p'r = r'r makes the length of the first step the best one, also if b or H has changed.
         tilted = add(r, turn, 1.0)
         descent = dot(tilted, r)
         good = descent > 0.1 * rr
@@ -263,10 +260,9 @@ def _cg(
             size, inverse = _norm_and_inverse(hp, algebra)
             top = size / where(pp > 0, pp, 1.0) ** 0.5
             safe = where(solved, 0.0, rr**0.5 * inverse)
-            best, rest = add(v, p, safe), add(r, hp, -safe)
-            best_rr, first, image = dot(rest, rest), p, hp
+            begun, first, image = (v, r), p, hp
         # The pivots p'Hp / r'r of the Lanczos matrix are at least its smallest eigenvalue.
-        v, r, p, new_rr, curvature, negative = step(v, r, p, hp, rr, active, noise * top * rr)
+        v, r, p, new_rr, curvature, negative = _iteration(algebra, v, r, p, hp, rr, active, noise * top * rr)
         active = active ^ negative
         indefinite, iterations = indefinite | negative, iterations + active
         alpha = where(active, rr / where(active, curvature, 1.0), 0.0)
@@ -287,7 +283,10 @@ def _cg(
             share = where(energy > 0, dot(r, image) / where(energy > 0, energy, 1.0), 0.0)
             p = add(p, first, -(share + ratio if k == 0 else share))
             pp = dot(p, p)
-        better = active & (rr < (best_rr if k else where(solved, best_rr, GROWTH * square)))
+        better = active & (rr < (best_rr if k else where(solved, before, GROWTH * square)))
+        if k == 0 and better is not True:
+            rest = add(begun[1], image, -safe)
+            best, best_rr = add(begun[0], first, safe), dot(rest, rest)
         best, best_rr = _where(better, v, best), where(better, rr, best_rr)
         growing = active & (rr > most) & (rr < inf)  # an infinite one is left for the caller
         rounded = active & (rr <= (noise * top) ** 2 * length)
@@ -319,33 +318,56 @@ def _cg(
     )
 
 
-def _fused(
-    apply: Product, b: Vector, v: Vector, r: Vector, turn: Vector | None, stop: _Stop, lanes: bool
-) -> LinearSolution:
-    """Run the iterations on one tensor with a row for each lane, with steps by the fused operator."""
-    n = len(b[0]) if lanes else 1
-    sizes = [t.numel() // n for t in b]
+class _Algebra(NamedTuple):
+    """Operations on vectors, and on the scalars made of them.
 
-    def flat(vector: Sequence[Tensor]) -> Vector:
-        return Vector([torch.cat([t.reshape(n, -1) for t in vector], 1)])
+    Attributes:
+        dot: the inner product; with many systems, one for each.
+        add: ``(vector, other, alpha) -> vector + alpha * other``.
+        where: chooses between two scalars, as ``torch.where`` does.
+    """
 
-    def whole(rows: Vector) -> Vector:
-        return Vector(p.reshape(t.shape).to(t.dtype) for p, t in zip(torch.split(rows[0], sizes, 1), b, strict=True))
-
-    def step(v: Vector, r: Vector, p: Vector, hp: Vector, rr: Tensor, active: Tensor, least: Tensor) -> tuple[Any, ...]:
-        *vectors, rr, curvature, negative = cg_step(v[0], r[0], p[0], hp[0], rr, active, least)
-        return *(Vector([t]) for t in vectors), rr, curvature, negative
-
-    rows = flat(b)
-    first = None if turn is None else flat(turn)
-    found = _cg(lambda p: flat(apply(whole(p))), rows, flat(v), rows if r is b else flat(r), first, stop, _LANES, step)
-    figures: Any = found[1:-2] if lanes else [figure.squeeze(0) for figure in found[1:-2] if figure is not None]
-    assert found.direction is not None
-    rest: Any = (*figures, 0.0, whole(found.direction))
-    return LinearSolution(whole(found.solution), *rest)
+    dot: Callable[[Any, Any], Any]
+    add: Callable[[Any, Any, Any], Any]
+    where: Callable[[Any, Any, Any], Any] = torch.where
 
 
-def _norm_and_inverse(vector: Vector, algebra: Algebra) -> tuple[Any, Any]:
+def _iteration(
+    algebra: _Algebra, v: Any, r: Any, p: Any, hp: Any, rr: Any, active: Any, least: Any
+) -> tuple[Any, Any, Any, Any, Any, Any]:
+    r"""Run the part of an iteration after the product, for every active system; the others stay as they are.
+
+    .. math::
+        \alpha = \|r\|^2 / p^\top H p, \qquad v' = v + \alpha p, \qquad r' = r - \alpha H p, \qquad
+        p' = r' + p\, \|r'\|^2 / \|r\|^2 .
+
+    Args:
+        algebra: operations on these vectors and scalars.
+        v: solutions so far.
+        r: residuals.
+        p: directions.
+        hp: products of H with the directions.
+        rr: squared lengths of the residuals.
+        active: whether a system goes on.
+        least: curvatures :math:`p^\top H p` up to this count as non-positive.
+
+    Returns:
+        The new v, r, p and rr; the curvatures; whether an active system stays because its direction has non-positive
+        curvature.
+    """
+    dot, add, where = algebra
+    curvature = dot(p, hp)
+    negative = active & (curvature <= least)
+    active = active ^ negative
+    # A finished solve is frozen by zero steps instead of a branch, which would need the host.
+    alpha = where(active, rr / where(active, curvature, 1.0), 0.0)
+    v, r = add(v, p, alpha), add(r, hp, -alpha)
+    length = dot(r, r)
+    p = add(r, p, where(active, length / where(rr > 0, rr, 1.0), 0.0))
+    return v, r, p, where(active, length, rr), curvature, negative
+
+
+def _norm_and_inverse(vector: Vector, algebra: _Algebra) -> tuple[Any, Any]:
     """Return the norm and 1 / norm, zero for a zero vector: numbers, scalar tensors, or one value for each lane."""
     if algebra is _NUMBERS:
         norm = float(vector.norm())
@@ -364,8 +386,8 @@ def _either(condition: bool, a: float, b: float) -> float:
     return a if condition else b
 
 
-_SCALARS, _LANES = Algebra(Vector.dot, Vector.add), Algebra(Vector.lane_dot, Vector.add)
-_NUMBERS = Algebra(_number, Vector.add, _either)  # they cost less than operations on scalar tensors
+_SCALARS, _LANES = _Algebra(Vector.dot, Vector.add), _Algebra(Vector.lane_dot, Vector.add)
+_NUMBERS = _Algebra(_number, Vector.add, _either)  # they cost less than operations on scalar tensors
 
 
 def minres(
@@ -414,7 +436,7 @@ def minres(
     b_norm = norm(b)
     floor = (max(tol, eps) * b_norm).clamp_min(atol)
     apply = _damped(product, damping)
-    first, r, _ = _choose_start(apply, b, start, lanes)
+    first, r, *_ = _choose_start(apply, b, start, lanes)
     v, residual = first, norm(r)
     beta = residual
     # Lanczos makes H tridiagonal in the basis q; Givens rotations (c, s) make that triangular, row by row, and w are

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from ..oracle.session import Session
 from ..problem.parameters import Rate, rates_of
-from ..problem.vector import Vector, is_sharded
+from ..problem.vector import Later, Vector, is_sharded
 from ..tracing import is_tracing, span
 from .agd import AGD
 from .functional import Memory, sgd, updated
@@ -110,7 +111,7 @@ class Solved(NamedTuple):
         assert self.residual is not None
         return self.residual.lane_norm() if lanes else self.residual.norm()
 
-    def watched(self, session: Session, rule: LowerRule, start: Vector, steps: int) -> dict[str, Tensor]:
+    def watched(self, session: Session, rule: LowerRule, start: Vector, steps: int) -> dict[str, Any]:
         """Return diagnostics of steps from ``start``; warn if they diverge or leap.
 
         They diverge if the norm of the gradient grew ``GROWTH`` times in each half of them, or if `LowerTrend` finds
@@ -127,14 +128,13 @@ class Solved(NamedTuple):
         session.checks.alert_if(GROWS, GROWING, _grows, first, middle, last)
         if session.options.follows_curvature:
             session.checks.alert_if(LED_AWAY, "", _led_away, first, last)
-        if not is_tracing():
-            turn, trend = first.new_zeros(()) if self.turn is None else self.turn, session.trend
-            session.checks.alert_if(NO_END, trend.message, trend.note_solve, first, last, turn)
+        if self.turn is not None:
+            trend = session.trend
+            session.checks.alert_if(NO_END, trend.message, trend.note_solve, first, last, self.turn)
         if rule.plain:
-            moved, size = (self.y - start).norm(), 1 + start.norm()  # from a saddle steps go far, but not that far
-            reach = steps * largest_rate(rule.rates, first) * first
-            session.checks.alert_if("leaping lower steps", LEAPING, _leapt, moved, size, first, last, reach)
-        return {"lower_residual": last, "lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}
+            test = partial(_leapt, self.y, start, steps, rule.rates)
+            session.checks.alert_if("leaping lower steps", LEAPING, test, self.y.norm(), first, last)
+        return {"lower_residual": last, "lower_growth": Later(_growth, (Vector((first, last)),))}
 
 
 class LowerRule:
@@ -404,8 +404,17 @@ def largest_rate(rates: Sequence[Rate], like: Tensor) -> Rate:
     return torch.stack([torch.as_tensor(rate).to(like) for rate in rates]).max()
 
 
-def _leapt(moved: Any, size: Any, first: Any, last: Any, reach: Any) -> Any:
-    """Return True for a leap to where a step would not undo it."""
+def _growth(norms: Vector) -> Tensor:
+    first, last = norms
+    return last / first.clamp_min(torch.finfo(first.dtype).tiny)
+
+
+def _leapt(y: Vector, start: Vector, steps: int, rates: Sequence[Rate], length: Any, first: Any, last: Any) -> Any:
+    """Return True for a leap to where a step would not undo it; ``length`` is the norm of y."""
+    if not isinstance(length, Tensor) and not length > LEAP:
+        return False  # then y has not moved LEAP * (1 + |start|)
+    moved, size = (y - start).norm(), 1 + start.norm()  # from a saddle steps go far, but not that far
+    reach = steps * largest_rate(rates, moved) * first
     far = (moved > LEAP * reach) & (moved > LEAP * size) & (first > 0)
     return far & (last > 0.1 * first) & (100 * reach * last < moved * first)
 

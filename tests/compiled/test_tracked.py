@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bilevel_optim as bo
-from bilevel_optim.methods.tracked import watching
+from bilevel_optim.methods.tracked import tracking
 
 from ..problems import Problem, close, same, seeded
 
@@ -212,7 +212,7 @@ def test_uncaptured_steps_say_why(cls, options, reason):
 
 
 def test_a_captured_step_warns_of_a_noisy_beta_when_an_eager_one_does(monkeypatch):
-    monkeypatch.setattr(watching, "PATIENCE", 5)
+    monkeypatch.setattr(tracking, "PATIENCE", 5)
     for captured in (None, CAPTURED):
         problem, optimizer = made(bo.RSVRB, captured=captured, task_batch=1, variant="matrix_free", beta=0.5)
         for k in range(9):

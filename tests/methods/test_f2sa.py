@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import bilevel_optim as bo
+from recipes.papers.theory import f2sa
 
 from ..problems import Cosh, PenaltyQuadratic, Problem, Quadratic, close, seeded
 
@@ -657,8 +658,9 @@ THEORY = {
 @pytest.mark.parametrize(("kappa", "p"), THEORY)
 def test_constants_of_the_theorem(kappa, p):
     x, y = (torch.zeros(1, requires_grad=True) for _ in range(2))
-    optimizer = bo.F2SA.from_theory([x], [y], eps=0.1, ell=1.0, mu=1 / kappa, sigma=1.0, order=p)
-    found = optimizer.nu, optimizer.theory["batch"], optimizer.lower_steps, optimizer.theory["steps"]
+    arguments, needed = f2sa(eps=0.1, ell=1.0, mu=1 / kappa, sigma=1.0, order=p)
+    optimizer = bo.F2SA([x], [y], **arguments)
+    found = optimizer.nu, needed["batch"], optimizer.lower_steps, needed["steps"]
     assert found == pytest.approx(THEORY[kappa, p], rel=0.05)
     assert (optimizer.order, optimizer.samples, optimizer.normalize) == (p, "independent", True)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / (6 * kappa**3))
@@ -667,15 +669,15 @@ def test_constants_of_the_theorem(kappa, p):
 def test_the_theorem_keeps_its_promise_without_noise():
     """The mean norm of the hypergradient over the steps of the theorem is at most eps."""
     x, y = torch.tensor([1.0], requires_grad=True), torch.tensor([1.0], requires_grad=True)
-    optimizer = bo.F2SA.from_theory([x], [y], eps=0.5, ell=1.0, mu=1.0, gap=0.5, radius=0.1)
-    total = 0.0
-    for _ in range(optimizer.theory["steps"]):
+    arguments, needed = f2sa(eps=0.5, ell=1.0, mu=1.0, gap=0.5, radius=0.1)
+    optimizer, total = bo.F2SA([x], [y], **arguments), 0.0
+    for _ in range(needed["steps"]):
         total += abs(float(x.detach()))  # y*(x) = x, f = y^2/2
         optimizer.step(lambda: y.square().sum() / 2, lambda: (y - x).square().sum() / 2)
-    assert optimizer.theory == {"batch": 1, "steps": 72}
+    assert needed == {"batch": 1, "steps": 72}
     assert total / 72 <= 0.5
     with pytest.raises(ValueError, match="Invalid mu value: 2"):
-        bo.F2SA.from_theory([x], [y], eps=0.1, ell=1.0, mu=2.0)
+        f2sa(eps=0.1, ell=1.0, mu=2.0)
 
 
 @pytest.mark.parametrize("vectorize", [True, False])

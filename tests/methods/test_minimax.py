@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from recipes.papers.theory import Constants
 
 from ..problems import Saddle, close, seeded, values
 
@@ -191,10 +192,10 @@ def test_theory_of_the_minimax_theorem_stops_at_the_saddle():
         )  # fmt: skip
         assert (steps, restarts) == (period, 0)
         assert gap == pytest.approx(5.33e-3, rel=1e-2)
-    x, y, constants = torch.zeros(3), torch.zeros(2), {"ell": 20.0499, "mu": 10.0, "rho": 2.0, "eps": 1e-2}
-    optimizer, perturbed = (
-        cls.from_theory([x.requires_grad_()], [y.requires_grad_()], **constants) for cls in (bo.RAGDA, bo.PRAGDA)
-    )
+    x, y, constants = torch.zeros(3), torch.zeros(2), {"ell": 20.0499, "mu": 10.0, "rho": 2.0}
+    x, y, constants = [x.requires_grad_()], [y.requires_grad_()], Constants.minimax(**constants)
+    optimizer = bo.RAGDA(x, y, **constants.first_order(eps=1e-2))
+    perturbed = bo.PRAGDA(x, y, **constants.second_order(3, eps=1e-2))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1 / (4 * 60.25), rel=1e-3)
     assert optimizer.restart_radius == pytest.approx(math.sqrt(1e-2 / 91.2), rel=1e-3)
     assert 0 < perturbed.perturbation < 1e-4 * perturbed.restart_radius < 1e-4 * optimizer.restart_radius

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from recipes.papers.theory import Constants
 
 from ..problems import Cleaning, Problem, Quadratic, close, flat, same, seeded, values
 
@@ -713,9 +714,12 @@ def test_small_data_cleaning_reaches_a_smaller_loss_than_aid():
 UNIT = {"ell": 1.0, "rho": 1.0, "M": 1.0, "nu": 1.0}
 
 
-def theory(cls=bo.RAHGD, size=2, **options):
-    x, y = torch.zeros(size, requires_grad=True), torch.zeros(2, requires_grad=True)
-    return cls.from_theory([("x", x)], [y], **{**UNIT, **options})
+def theory(mu, size=None, **accuracy):
+    x, y = torch.zeros(size or 2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    constants = Constants.bilevel(mu=mu, **UNIT)
+    if size is None:
+        return bo.RAHGD([x], [y], **constants.first_order(**accuracy))
+    return bo.PRAHGD([x], [y], **constants.second_order(size, **accuracy))
 
 
 @pytest.mark.parametrize(
@@ -746,8 +750,7 @@ def test_table_of_theoretical_arguments(kappa, eps, lr, radius, theta, period, l
     found = (optimizer.restart_period, optimizer.lower_steps, optimizer.linear_steps)
     assert found == (period, lower_steps, linear_steps)
     assert optimizer.lower_momentum == pytest.approx((root - 1) / (root + 1))
-    overridden = theory(mu=mu, restart_period=10, lower_steps=3)
-    assert (overridden.momentum, overridden.lower_steps) == (0.9, 3)
+    assert theory(mu=mu, restart_period=10).momentum == 0.9
     for options, message in (
         ({"mu": mu}, "one of eps and restart_period"),
         ({"mu": mu, "eps": 1e6}, r"Invalid eps value: 1000000\.0"),
@@ -764,12 +767,12 @@ def test_table_of_theoretical_arguments(kappa, eps, lr, radius, theta, period, l
 def test_arguments_of_the_perturbed_theorem(theta, size, chi, radius, ratio):
     L, rho = 27.0, 639.0
     eps = (2 * theta) ** 4 * L**2 / rho  # theta = (rho eps lr^2)^(1/4) with lr = 1/(4L) is (1/2)(rho eps / L^2)^(1/4)
-    optimizer = theory(bo.PRAHGD, size, mu=0.5, eps=eps)
+    optimizer = theory(0.5, size, eps=eps)
     assert 1 - optimizer.momentum == pytest.approx(theta, rel=1e-9)
     assert optimizer.restart_period == pytest.approx(2 * chi / theta, rel=0.02)
     assert optimizer.restart_radius / math.sqrt(eps / rho) == pytest.approx(radius, rel=0.02)
     assert optimizer.perturbation / optimizer.restart_radius == pytest.approx(ratio, rel=0.03)
-    smaller = theory(bo.PRAHGD, size, mu=0.5, eps=eps, gradient_bound=1e9)
+    smaller = theory(0.5, size, eps=eps, gradient_bound=1e9)
     assert smaller.perturbation == pytest.approx(L * smaller.restart_radius**2 / 4e9)
     # Required of the corrected theta by the proof, for lr = 1/(4L).
     B, K, lr = optimizer.restart_radius, optimizer.restart_period, 1 / (4 * L)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.methods.tracked import watching
+from bilevel_optim.methods.tracked import tracking
 
 from ..problems import Problem, close, seeded, values
 
@@ -558,7 +558,7 @@ def test_noise_of_the_data_is_averaged():
 
 
 def test_a_noisy_beta_is_reported(monkeypatch):
-    monkeypatch.setattr(watching, "PATIENCE", 20)
+    monkeypatch.setattr(tracking, "PATIENCE", 20)
     family = Family()
     optimizer = bo.RSVRB(family.x, family.y, lr=0.01, lower_lr=0.01, beta=1.0, task_batch=2, generator=seeded(),
                          variant="exact_mean")  # fmt: skip

@@ -82,7 +82,7 @@ def error_of(problem, optimizer):
     try:
         problem.run(optimizer)
         return None
-    except (ValueError, bo.RankError, TypeError) as error:
+    except ValueError as error:
         assert same(before, values(problem.x, problem.y))
         return str(error)
 
@@ -103,17 +103,13 @@ def adapting(rank):
 
 
 def changing(rank):
-    """An option changes on one rank during a run, and back; one rank calls a step wrongly."""
+    """An option changes on one rank during a run, and back."""
     problem, optimizer = aid(lower_steps=3)
     said = [error_of(problem, optimizer)]
     for steps in (5, 3):
         optimizer.lower_steps = steps if rank == 1 else 3
         said.append(error_of(problem, optimizer))
-    try:
-        optimizer.step(problem.upper, "no loss" if rank == 1 else problem.lower)
-    except (TypeError, bo.RankError) as error:
-        said.append(f"{type(error).__name__}: {error}")
-    return [*said, error_of(problem, optimizer)]
+    return said
 
 
 def compiled(rank):
@@ -189,11 +185,10 @@ def test_a_rank_adapts_by_itself(results):
 
 def test_an_option_that_changes_on_one_rank_is_named(results):
     """Otherwise a rank that makes more lower steps than the others ends the process."""
-    for rank, found in results.items():
-        first, changed, again, wrong, last = found["changing"]
+    for found in results.values():
+        first, changed, again = found["changing"]
         assert "process_group have different options: lower_steps (3 on rank 0, 5 on rank 1);" in changed
-        assert first is again is last is None
-        assert wrong.startswith("TypeError" if rank == 1 else "RankError: rank 1 failed: TypeError")
+        assert first is again is None
 
 
 def test_steps_over_ranks_are_not_compiled(results):

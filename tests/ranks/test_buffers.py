@@ -32,27 +32,13 @@ def made(rank, exchange, **options):
 
 
 def refused_and_safe(rank):
-    """Steps in which rank 1 makes fewer forward passes than rank 0, or fails before its first one."""
+    """Steps in which rank 1 makes fewer forward passes than rank 0."""
     seen = {}
     for name, method in METHODS.items():
         x, net, upper, lower, options = made(rank, True, process_group=dist.group.WORLD)
         optimizer, before = method([x], net.parameters(), **options), values([*net.state_dict().values()])
-        with pytest.raises((ValueError, bo.RankError), match=r"forward_sync_buffers=False .* or call its \.module"):
+        with pytest.raises(ValueError, match=r"forward_sync_buffers=False .* or call its \.module"):
             optimizer.step(upper, lower)
-        assert same(values([*net.state_dict().values()]), before)
-
-        x, net, upper, lower, options = made(rank, False, process_group=dist.group.WORLD)
-        optimizer = method([x], net.parameters(), **options)
-        optimizer.step(upper, lower)
-        before = values([*net.state_dict().values()])
-
-        def fails(lower=lower):
-            if rank == 1:
-                raise KeyError("before its forward pass")
-            return lower()
-
-        with pytest.raises((KeyError, bo.RankError), match="before its forward pass"):
-            optimizer.step(upper, fails)
         assert same(values([*net.state_dict().values()]), before)
 
         tasks = bo.TensorTasks(torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(9)))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,11 +13,9 @@ from ...optimizer.base import BilevelOptimizer
 from ...optimizer.options import InitVar, choice, count, number, option
 from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, LowerResult, StepInputs, Update, replace
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, as_groups, unnamed
 from ...problem.vector import Vector
 from ...solvers.agd import agd_or
 from .restart import Momentum, Position, Progress, Restarted, iteration_property
-from .theory import Constants
 
 __all__ = ["Accelerated", "Perturbed"]
 
@@ -25,8 +23,6 @@ __all__ = ["Accelerated", "Perturbed"]
 class Accelerated(Restarted, BilevelOptimizer):
     """Base class of the methods that move x by `Momentum` and y by `AGD`; the arguments are those of `RAHGD`."""
 
-    _constants: ClassVar[Callable[..., Constants]] = Constants.bilevel  # for the problem class of the method
-    _theorem: ClassVar[Callable[..., dict[str, Any]]] = Constants.first_order
     _hypergradient_draws: ClassVar[list[Draw]] = [UPPER, LOWER]
     _fixed_rate = "its analysis ties the rates of x and y and the momentum together"
 
@@ -109,72 +105,6 @@ class Accelerated(Restarted, BilevelOptimizer):
         """Return inputs whose look-ahead point is x itself, as for swapped parameters."""
         return replace(inputs, numbers={**inputs.numbers, "swapped": True})
 
-    @classmethod
-    def from_theory(
-        cls,
-        upper: Params,
-        lower: Params,
-        *,
-        ell: float,
-        mu: float,
-        rho: float,
-        M: float | None = None,
-        nu: float | None = None,
-        eps: float | None = None,
-        restart_period: int | None = None,
-        failure: float | None = None,
-        gradient_bound: float | None = None,
-        **options: Any,
-    ) -> Self:
-        r"""Return the method with its theorem's constants, for a final gradient of the order of eps.
-
-        ``lr`` = :math:`1/(4 \tilde L)`, :math:`\theta = \min(4 (\tilde\rho\, \epsilon\, \text{lr}^2)^{1/4}, 1)`,
-        :math:`B = \sqrt{\epsilon/\tilde\rho}`, :math:`K = 1/\theta` rounded, ``lower_lr`` = :math:`1/\ell`,
-        ``lower_momentum`` = :math:`(\sqrt\kappa - 1)/(\sqrt\kappa + 1)`. The numbers of lower and CG steps are
-        sufficient ones; tolerances that imply the accuracy :math:`\sigma = \min(\epsilon^2, \epsilon/2)` stop them
-        earlier. An epoch may begin with up to 100 times as many lower steps.
-
-        The perturbed methods, whose theorem promises second-order stationary points, have the corrected
-        :math:`\theta = (\tilde\rho\, \epsilon\, \text{lr}^2)^{1/4}` (half of that, as printed, contradicts the proof),
-        :math:`K = 2\chi/\theta`, :math:`B = \sqrt{\epsilon/\tilde\rho}/(288 \chi^2)`,
-        :math:`r = \min(\theta B/(20 K), \tilde L B^2/(4 C))` and
-        :math:`\chi = \log(800\, \chi \sqrt{d}/(\zeta \theta^3))`, d the number of upper variables. These constants
-        serve the proof: steps are very small and epochs very long.
-
-        Args:
-            upper: upper parameters.
-            lower: lower parameters.
-            ell: Lipschitz constant of the gradients of f and g.
-            mu: strong convexity of g in y (strong concavity of f, for minimax methods).
-            rho: Lipschitz constant of their second derivatives.
-            M: Lipschitz constant of f; required for bilevel methods, not for others.
-            nu: Lipschitz constant of the third derivatives of g; required for bilevel methods, not for others.
-            eps: target of the gradient norm.
-            restart_period: K. In place of ``eps``: :math:`\theta = 1/K` exactly and
-                :math:`\epsilon = \tilde L^2/(16 K^4 \tilde\rho)`. A perturbed method needs ``eps``; this K then
-                replaces the theorem's.
-            failure: for perturbed methods, allowed probability :math:`\zeta` of failure. Default: 0.1.
-            gradient_bound: for perturbed methods, C, a bound on the gradient of f(x, y*(x)). Default: None, leave out
-                its term.
-            options: any other argument of the constructor, or the same ones to override a constant.
-
-        Raises:
-            TypeError: if a constant that the method's theorem needs is missing, or one is given that it does not have.
-            ValueError: for constants out of range, or unless one of ``eps`` and ``restart_period`` is given.
-
-        Example:
-            >>> import torch, bilevel_optim as bo
-            >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
-            >>> optimizer = bo.RAHGD.from_theory([x], [y], ell=1.0, mu=0.5, rho=1.0, M=1.0, nu=1.0, eps=1e-2)
-            >>> round(optimizer.param_groups[0]["lr"] * 4 * 27, 12), optimizer.lower_steps, optimizer.linear_steps
-            (1.0, 28, 15)
-        """
-        groups = as_groups(upper, "upper")
-        size = sum(t.numel() for group in groups for t in map(unnamed, group["params"]) if t.requires_grad)
-        constants = cls._constants(ell=ell, mu=mu, rho=rho, **_given(M=M, nu=nu))
-        accuracy = _given(eps=eps, restart_period=restart_period, failure=failure, gradient_bound=gradient_bound)
-        return cls(groups, lower, **{**cls._theorem(constants, size, **accuracy), **options})
-
 
 class Perturbed(Accelerated):
     """Base class of the perturbed variants.
@@ -183,8 +113,6 @@ class Perturbed(Accelerated):
         upper, lower, lr, lower_lr, lower_steps, options: those of the method that is perturbed.
         perturbation, perturb_initial: see `PRAHGD`.
     """
-
-    _theorem = Constants.second_order
 
     _size: InitVar[float] = option(default=1e-3, alias="perturbation")
     _at_first: InitVar[bool] = option(default=True, alias="perturb_initial")
@@ -197,7 +125,3 @@ class Perturbed(Accelerated):
 
 def _point(x: Vector, inputs: StepInputs) -> Position:
     return Position(x, inputs.upper_memory, inputs.numbers, inputs.upper_groups, inputs.generator, inputs.ranks)
-
-
-def _given(**arguments: Any) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if value is not None}

@@ -14,7 +14,6 @@ from ...optimizer.step import UPPER, Draw, StepInputs, replace
 from ...oracle.oracle import Oracle
 from ...solvers import linear
 from .accelerated import Accelerated, Perturbed
-from .theory import Constants
 
 __all__ = ["PRAGDA", "RAGDA"]
 
@@ -79,7 +78,6 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         upper_update="Nesterov's momentum with restarts",
     )
 
-    _constants = Constants.minimax
     _hypergradient_draws: ClassVar[list[Draw]] = [UPPER]  # for the adjoint term too
 
     newton_correction: bool = flag(default=False)
@@ -120,7 +118,7 @@ class PRAGDA(Perturbed, RAGDA):
     *Departures from the paper*, the largest first. ``lower_momentum`` is 0, so that the ascent is *not* accelerated
     unless you set it, to :math:`(\sqrt\kappa - 1)/(\sqrt\kappa + 1)`. When an epoch begins y is kept; the paper sets
     it to zero and solves twice. The initial point is perturbed too; otherwise a run that starts at a saddle point ends
-    there. You choose r and B; the theorem's are in :meth:`from_theory`. Its algorithm as printed:
+    there. You choose r and B. Its algorithm as printed:
 
         >>> def printed(kappa):  # kappa: the condition number of f in y
         ...     momentum = (kappa**0.5 - 1) / (kappa**0.5 + 1)

@@ -42,8 +42,8 @@ class RAHGD(Accelerated):
     up to 1/L (a step size that is only just stable for gradient descent is too large for momentum); ``lower_lr`` =
     :math:`1/\ell` with ``lower_momentum`` = :math:`(\sqrt\kappa - 1)/(\sqrt\kappa + 1)`, :math:`\kappa` the condition
     number of g in y, and enough lower steps (some :math:`\sqrt\kappa`): momentum on x amplifies the remaining lower
-    error, and with too few steps the iteration does not settle. :meth:`from_theory` has the constants of the theorems,
-    which are safe and very small.
+    error, and with too few steps the iteration does not settle.
+    (``recipes/papers/theory.py`` has the constants of the theorems, which are safe and very small.)
 
     *Cost per step*: ``lower_steps`` + 1 lower gradients, 1 upper gradient, at most ``linear_steps`` (+ 1 for a warm
     start) Hessian-vector products, 1 cross product; ``restart_steps`` more lower gradients when an epoch begins; one
@@ -91,7 +91,7 @@ class RAHGD(Accelerated):
     that is only just stable without momentum may diverge with it. When an epoch begins y is kept; the paper sets it to
     zero and solves twice. The first CG starts at zero, not at y; a later one does so where zero is a better start
     than the last v, see `bo.linear.cg` (this cannot be turned off). B is 5 times the length of the first step, the
-    numbers of steps are constants, and nothing depends on the accuracy (with :meth:`from_theory` it does). As in the
+    numbers of steps are constants, and nothing depends on the accuracy. As in the
     paper, a run ends with an epoch of K steps, after which ``step`` does nothing. Its algorithm as printed:
 
         >>> def printed(kappa):  # kappa: the condition number of g in y
@@ -168,7 +168,7 @@ class PRAHGD(Perturbed, RAHGD):
 
     *Departures from the paper*, the largest first: those of `RAHGD`, above all that ``lower_momentum`` is 0. The
     initial point is perturbed too; otherwise a run that starts at a saddle point ends there. You choose r and B; the
-    theorem's are in :meth:`from_theory`. Its algorithm as printed:
+    theorem's are in ``recipes/papers/theory.py``. Its algorithm as printed:
 
         >>> def printed(kappa):  # kappa: the condition number of g in y
         ...     momentum = (kappa**0.5 - 1) / (kappa**0.5 + 1)

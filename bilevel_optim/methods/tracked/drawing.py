@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ...problem.tasks import sample
 from ...problem.vector import Vector
 from .rows import Rows
 
-__all__ = ["CHANCES", "Drawing", "Drawn", "Source", "Weighted", "importance_probabilities", "others"]
+__all__ = ["CHANCES", "Drawing", "Drawn", "Source", "importance_probabilities", "others"]
 
 UNIFORM_PART = 0.2  # uniform fraction of adaptive probabilities, so that 1/p stays bounded
 CHANCES = ("probability", "cumulative")  # tables of adapted probabilities, and of their sums
@@ -68,15 +68,19 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """Tasks drawn by the sampler, assumed to be uniform.
+    """The choice of the tasks of a step.
 
     Attributes:
         task_batch: tasks in a step; None: all of them, without a draw.
         probes: number of further rows to draw for the direction.
+        chances: None, the sampler draws, assumed to be uniform; probabilities and their cumulative sums, with which
+            tasks are drawn with replacement; ``"adaptive"``, the same, computed from the sizes of the last derivatives
+            once every m / task_batch steps.
     """
 
     task_batch: int | None = None
     probes: int = 0
+    chances: tuple[Tensor, Tensor] | str | None = None
 
     def batch(self, m: int) -> int:
         """Return the number of tasks with data in a step."""
@@ -91,14 +95,13 @@ class Drawing:
         if sampler is None or self.task_batch is None:
             ids, scale = torch.arange(m, device=source.device), torch.ones(m, dtype=torch.float64, device=source.device)
             return Drawn(ids, scale, {})
-        return self.some(sampler, m, source)
+        return self._of_sampler(sampler, m, source) if self.chances is None else self._weighted(m, source)
 
     def draws(self, m: int) -> list[TaskDraw]:
         """Return the sampler's draws in `draw`."""
-        return [] if self.task_batch is None else [TaskDraw("tasks", self.batch(m))]
+        return [] if self.task_batch is None or self.chances is not None else [TaskDraw("tasks", self.batch(m))]
 
-    def some(self, sampler: Any, m: int, source: Source) -> Drawn:
-        """Draw a few tasks."""
+    def _of_sampler(self, sampler: Any, m: int, source: Source) -> Drawn:
         drawn = sample(sampler, self.batch(m), source.generator)
         if not isinstance(drawn, Tensor) or drawn.is_floating_point() or drawn.dim() != 1:
             shown = (
@@ -116,48 +119,14 @@ class Drawing:
             )
         return Drawn(ids, counts.double() / self.share(m), {})
 
-    def probe(self, m: int, source: Source) -> Tensor:
-        """Draw rows for the direction, independently of those that see data."""
-        generator = source.generator
-        return source.broadcast(torch.randint(m, (self.probes,), generator=generator, device=device_of(generator)))
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Names of the values that rows keep for later draws."""
-        return ()
-
-    def opened(self, m: int) -> Rows:
-        """Return the initial tables for later draws."""
-        return {}
-
-    def noted(self, derivatives: Rows, before: Rows) -> Rows:
-        """Return the new `notes` of rows whose derivatives have been measured."""
-        return {}
-
-
-@dataclass(frozen=True, eq=False)
-class Weighted(Drawing):
-    """Tasks drawn with given probabilities, with replacement.
-
-    Attributes:
-        chances: the probabilities and their cumulative sums; None: computed from the sizes of the last derivatives,
-            once every m / task_batch steps.
-    """
-
-    chances: tuple[Tensor, Tensor] | None = None
-
-    def draws(self, m: int) -> list[TaskDraw]:
-        """Return no draws: the probabilities decide, not the sampler."""
-        return []
-
-    def some(self, sampler: Any, m: int, source: Source) -> Drawn:
+    def _weighted(self, m: int, source: Source) -> Drawn:
         n = self.batch(m)
         period, known, tables = math.ceil(m / n), {**source.tables}, {}
-        if self.chances is None and (source.steps % period == 1 % period or CHANCES[0] not in known):
+        if self.notes and (source.steps % period == 1 % period or CHANCES[0] not in known):
             best = importance_probabilities(known["size"].cpu())
             chances = (1 - UNIFORM_PART) * best + UNIFORM_PART / m
             tables = dict(zip(CHANCES, (chances, chances.cumsum(0)), strict=True))
-        chances, sums = self.chances or ({**known, **tables}[name] for name in CHANCES)
+        chances, sums = ({**known, **tables}[name] for name in CHANCES) if self.notes else cast(Any, self.chances)
         if len(chances) != m:
             raise ValueError(
                 f"there are {len(chances)} probabilities for {m} tasks; pass as probabilities one number for each task"
@@ -168,16 +137,24 @@ class Weighted(Drawing):
         ids, counts = torch.unique(source.broadcast(drawn), return_counts=True)
         return Drawn(ids, counts / (n * chances[ids]), tables)
 
+    def probe(self, m: int, source: Source) -> Tensor:
+        """Draw rows for the direction, independently of those that see data."""
+        generator = source.generator
+        return source.broadcast(torch.randint(m, (self.probes,), generator=generator, device=device_of(generator)))
+
     @property
     def notes(self) -> tuple[str, ...]:
-        return ("size",) if self.chances is None else ()
+        """Names of the values that rows keep for later draws."""
+        return ("size",) if self.chances == "adaptive" else ()
 
     def opened(self, m: int) -> Rows:
+        """Return the initial tables for later draws."""
         even = torch.full((m,), 1 / m, dtype=torch.float64, device="cpu")
-        return {} if self.chances else dict(zip(CHANCES, (even, even.cumsum(0)), strict=True))
+        return dict(zip(CHANCES, (even, even.cumsum(0)), strict=True)) if self.notes else {}
 
     def noted(self, derivatives: Rows, before: Rows) -> Rows:
-        if self.chances is not None:
+        """Return the new `notes` of rows whose derivatives have been measured."""
+        if not self.notes:
             return {}
         size = torch.stack([t.flatten(1).square().sum(1) for t in derivatives.values()]).sum(0)
         return {"size": (before["size"] + size) / 2 if "size" in before else size}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,9 @@ __all__ = [
     "CHUNK",
     "STAMPS",
     "Clock",
-    "GraphClock",
     "Rows",
     "Table",
     "about_to_end",
-    "clock_of",
-    "pack_clock",
     "table_of",
 ]
 
@@ -37,145 +34,113 @@ CHUNK = 1 << 22  # entries handled at a time in a pass over all rows
 STAMPS = ("log", "drift", "age")  # tables that record the time at which a row is valid
 
 Rows = dict[str, Tensor]  # some rows at one time, by name
-Sums = tuple[tuple[float, ...], ...]
 
 
-class Clock(NamedTuple):
+@dataclass(frozen=True)
+class Clock:
     r"""The time, and prefix sums over the steps that rows have rested through.
 
+    In a graph the host checks the clock before each step, and runs eagerly any step that would exhaust it.
+
     Attributes:
-        time: number of steps.
-        log: :math:`\Lambda`, for each tracker.
-        drift, last: G now and at the last step, for each position and learning rate.
+        numbers: one float64 tensor of the time, the logarithms :math:`\Lambda` of the trackers, and the sums G now and
+            at the last step, for each position and learning rate. It is on the host, or in a graph on the tables'
+            device.
+        trackers, positions: number of these.
         history: for each step since the last rebase: mixing weight of the first velocity, part of a step, learning
             rate. Kept only if there is a radius.
+        rests: True if no row of a graph ever moves without a visit.
+        kept: the clock as the optimizer keeps it; None once it has moved.
     """
 
-    time: int
-    log: tuple[float, ...]
-    drift: Sums
-    last: Sums
+    numbers: Tensor
+    trackers: int
+    positions: int
     history: tuple[tuple[float, float, float], ...] = ()
+    rests: bool = False
+    kept: Any = None
 
     @classmethod
-    def started(cls, trackers: int, positions: int, rates: int, time: int = 0) -> Clock:
+    def started(cls, trackers: int, positions: int, rates: int) -> Clock:
         """Return the clock of rows that are all current."""
-        zeros = ((0.0,) * rates,) * positions
-        return cls(time, (0.0,) * trackers, zeros, zeros)
+        size = 1 + trackers + 2 * positions * rates
+        return cls(torch.zeros(size, dtype=torch.float64, device="cpu"), trackers, positions)
+
+    @classmethod
+    def of(cls, kept: Any, trackers: int, positions: int, device: torch.device, rests: bool) -> Clock:
+        """Return the clock that an optimizer keeps; in a graph, on a device."""
+        if isinstance(kept, Tensor):
+            numbers = to_device(kept, device) if is_tracing() else kept
+            return cls(numbers, trackers, positions, rests=rests, kept=kept)
+        time, log, drift, last, history = kept
+        sums = [entry for part in (*drift, *last) for entry in part]
+        numbers = torch.tensor([time, *log, *sums], dtype=torch.float64, device="cpu")
+        return cls(numbers, trackers, positions, history)
+
+    def packed(self, device: torch.device) -> Any:
+        """Return the clock as an optimizer keeps it: one host tensor, an argument of graphs; with a history, a tuple.
+
+        A graph copies it to the device without waiting.
+        """
+        if self.kept is not None:
+            return self.kept
+        if is_tracing():
+            return self.numbers.cpu()
+        if not self.history:
+            return pinned(self.numbers, device)
+        time, log, drift, last = self._parts()
+        return int(time), tuple(log.tolist()), drift.tolist(), last.tolist(), self.history
+
+    def _parts(self, device: torch.device | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the time, the logarithms and the two sums, perhaps on another device."""
+        numbers = self.numbers if device is None else to_device(self.numbers, device)
+        size = (len(numbers) - 1 - self.trackers) // 2
+        time, log, *sums = torch.split(numbers, [1, self.trackers, size, size])
+        drift, last = (t.view(self.positions, -1) for t in sums)
+        return time[0], log, drift, last
+
+    @property
+    def time(self) -> Tensor | int:
+        """Number of steps."""
+        return self.numbers[0] if is_tracing() else int(self.numbers[0])
 
     @property
     def still(self) -> bool:
         """True if no row has moved without a visit since the last rebase."""
-        return not (any(self.log) or any(map(any, self.drift)))
+        return self.rests if is_tracing() else not bool(self.numbers[1:].any())
 
     @property
     def exhausted(self) -> bool:
         """True if it is time to bring all rows up to date and restart the sums."""
-        return min(self.log) < REBASE or len(self.history) >= HISTORY
+        return not is_tracing() and (bool(self._parts()[1].min() < REBASE) or len(self.history) >= HISTORY)
 
     def waited(self) -> Clock:
         """Return the clock one step later, if unvisited rows do not move."""
-        return self._replace(time=self.time + 1)
+        return replace(self, numbers=torch.cat([self.numbers[:1] + 1, self.numbers[1:]]), kept=None)
 
     def ticked(self, table: Table, betas: Mapping[str, float], rates: Tensor, tau: float, keep: bool) -> Clock:
         """Return the clock one step later, for these mixing weights, learning rates and part of a step."""
-        numbers: list[float] = rates.tolist()
-        levels = {name: old + _lost(betas[name]) for name, old in zip(table.trackers, self.log, strict=True)}
-        drift = tuple(
-            tuple(old + rate * tau * math.exp(levels[velocity]) for old, rate in zip(sums, numbers, strict=False))
-            for sums, (_, velocity) in zip(self.drift, table.moving, strict=True)
-        )
-        passed = ((betas[table.moving[0][1]], tau, numbers[0]),) if keep else ()
-        return Clock(self.time + 1, tuple(levels.values()), drift, self.drift, self.history + passed)
+        time, log, drift, _ = self._parts()
+        log = log + constant([_lost(betas[name]) for name in table.trackers], log)
+        shrunk = torch.stack([log[table.trackers.index(velocity)].exp() for _, velocity in table.moving])
+        moved = drift + rates[: drift.shape[1]].to(log) * tau * shrunk.unsqueeze(1)
+        numbers = torch.cat([time.reshape(1) + 1, log, moved.flatten(), drift.flatten()])
+        passed = ((betas[table.moving[0][1]], tau, float(rates[0])),) if keep else ()
+        return replace(self, numbers=numbers, history=self.history + passed, kept=None)
 
     def rebased(self) -> Clock:
         """Return the clock with all rows current at the same time."""
-        return Clock.started(len(self.log), len(self.drift), len(self.drift[0]), self.time)
+        numbers = torch.cat([self.numbers[:1], torch.zeros_like(self.numbers[1:])])
+        return replace(self, numbers=numbers, history=(), kept=None)
 
     def stamps(self, device: torch.device) -> Rows:
-        """Return the time and the sums as tensors; a row keeps those named in `STAMPS`."""
-        sums = [entry for part in (*self.drift, *self.last) for entry in part]
-        time, log, *rest = _taken_apart(
-            to_device([self.time, *self.log, *sums], device, torch.float64), len(self.log), len(self.drift)
-        )
-        return {"log": log, "drift": rest[0], "last": rest[1], "age": time.long()}
-
-
-@dataclass(frozen=True)
-class GraphClock:
-    """Clock of a traced step: like `Clock`, but without a history.
-
-    The host checks the clock before each step, and runs eagerly any step that would exhaust it.
-
-    Attributes:
-        time, log, drift, last: as those of `Clock`, on the device of the tables.
-        still: True if no row ever moves without a visit.
-        packed: the clock as the host keeps it; None once it has moved.
-    """
-
-    time: Tensor
-    log: Tensor
-    drift: Tensor
-    last: Tensor
-    still: bool
-    packed: Tensor | None = None
-    exhausted: ClassVar[bool] = False
-
-    def waited(self) -> GraphClock:
-        return replace(self, time=self.time + 1, packed=None)
-
-    def ticked(self, table: Table, betas: Mapping[str, float], rates: Tensor, tau: float, keep: bool) -> GraphClock:
-        log = self.log + constant([_lost(betas[name]) for name in table.trackers], self.log)
-        shrunk = torch.stack([log[table.trackers.index(velocity)].exp() for _, velocity in table.moving])
-        drift = self.drift + rates[: self.drift.shape[1]].to(log) * tau * shrunk.unsqueeze(1)
-        return GraphClock(self.time + 1, log, drift, self.drift, self.still)
-
-    def rebased(self) -> GraphClock:
-        raise NotImplementedError("a traced step cannot restart the sums: the host does so in an eager step")
-
-    def stamps(self, device: torch.device) -> Rows:
-        age = self.time.long().to(device)
-        return {"log": self.log.to(device), "drift": self.drift.to(device), "last": self.last.to(device), "age": age}
-
-
-def clock_of(
-    found: Any, trackers: int, positions: int, device: torch.device, *, still: bool = False
-) -> Clock | GraphClock:
-    """Return the clock packed by `pack_clock`; in a graph on a device, and ``still`` if unvisited rows never move."""
-    if not isinstance(found, Tensor):
-        return Clock(*found)
-    if is_tracing():
-        return GraphClock(*_taken_apart(to_device(found, device), trackers, positions), still, found)
-    time, log, drift, last = _taken_apart(found, trackers, positions)
-    tuples = (tuple(map(tuple, t.tolist())) for t in (drift, last))
-    return Clock(int(time), tuple(log.tolist()), *tuples)
-
-
-def _taken_apart(numbers: Tensor, trackers: int, positions: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split one tensor into the time, logarithms and two sums of a clock."""
-    rates = (len(numbers) - 1 - trackers) // (2 * positions)
-    time, log, *sums = torch.split(numbers, [1, trackers, positions * rates, positions * rates])
-    drift, last = (t.view(positions, rates) for t in sums)
-    return time[0], log, drift, last
-
-
-def pack_clock(clock: Clock | GraphClock, device: torch.device) -> Any:
-    """Return a clock as an optimizer keeps it: one host tensor, an argument of graphs; with a history, a tuple.
-
-    A graph copies it to the device without waiting.
-    """
-    if isinstance(clock, GraphClock):
-        if clock.packed is not None:
-            return clock.packed
-        return torch.cat([clock.time.reshape(1), clock.log, clock.drift.flatten(), clock.last.flatten()]).cpu()
-    if clock.history:
-        return tuple(clock)
-    sums = [entry for part in (*clock.drift, *clock.last) for entry in part]
-    return pinned(torch.tensor([clock.time, *clock.log, *sums], dtype=torch.float64, device="cpu"), device)
+        """Return the time and the sums on a device; a row keeps those named in `STAMPS`."""
+        time, log, drift, last = self._parts(device)
+        return {"log": log, "drift": drift, "last": last, "age": time.long()}
 
 
 def about_to_end(found: Tensor, trackers: Sequence[str], betas: Mapping[str, float]) -> bool:
-    """Return True if one more step would exhaust the clock packed by `pack_clock`."""
+    """Return True if one more step would exhaust the clock that an optimizer keeps."""
     logs = found[1 : 1 + len(trackers)].tolist()
     return any(old + _lost(betas[name]) < REBASE for name, old in zip(trackers, logs, strict=True))
 
@@ -245,7 +210,7 @@ class Table:
         """Return the learning rate of each entry of a row of y."""
         return to_device(rates[self.groups], self.positions[0].device)
 
-    def gather(self, ids: Tensor, clock: Clock | GraphClock) -> Rows:
+    def gather(self, ids: Tensor, clock: Clock) -> Rows:
         """Return rows at the clock's time, on the device of y, with the positions' last values as ``NAME_last``."""
         host, ids, home = ids, to_device(ids, self.device), self.positions[0].device
         rows = {name: t[ids] for name, t in self.tables.items()}
@@ -260,7 +225,6 @@ class Table:
                 groups = to_device(self.groups, self.device)
                 rows[name], last = (at - step[:, groups].to(at.dtype) * along for step in (far, near))
                 if name == "y" and math.isfinite(self.radius):
-                    assert isinstance(clock, Clock)
                     self._confine(rows, at, along, far[:, 0], last, clock, age)
             fresh = (age == clock.time).unsqueeze(-1)
             rows[f"{name}_last"] = torch.where(fresh, rows[f"{name}_last"], last)
@@ -272,7 +236,7 @@ class Table:
                 rows["H"] = floor(rows["H"], self.least).value
         return {name: t.to(home) for name, t in rows.items()}
 
-    def writes(self, ids: Tensor, rows: Rows, clock: Clock | GraphClock) -> list[Write]:
+    def writes(self, ids: Tensor, rows: Rows, clock: Clock) -> list[Write]:
         """Return the writes that store rows, valid at the clock's time, in the tables."""
         there, live = to_device(ids, self.device), self.positions
         valid = {**rows, **clock.stamps(self.device)}
@@ -303,7 +267,7 @@ class Table:
             yy, yw, ww = (float(a @ b) for a, b in ((y[i], y[i]), (y[i], w[i]), (w[i], w[i])))
             a, b, c = 1.0, 0.0, 1.0
             before = (a, b)
-            for beta, tau, lr in history[len(history) - (clock.time - int(age[i])) :]:
+            for beta, tau, lr in history[len(history) - int(clock.time - age[i]) :]:
                 before = (a, b)
                 c *= 1 - beta
                 moved = b - lr * c
@@ -314,7 +278,7 @@ class Table:
             last[i] = (before[0] * y[i] + before[1] * w[i]).to(at.dtype)
 
 
-def table_of(rows: Rows, clock: Clock | GraphClock, device: torch.device) -> Rows:
+def table_of(rows: Rows, clock: Clock, device: torch.device) -> Rows:
     """Return tables that consist of these rows except y, all valid at the clock's time."""
     stamps, m = clock.stamps(device), len(rows["y"])
     return {name: t.to(device) for name, t in rows.items() if name != "y"} | {

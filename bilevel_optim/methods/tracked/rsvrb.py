@@ -11,7 +11,7 @@ from torch import Tensor
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.options import InitVar, count, option
 from ...problem.parameters import require, require_choice
-from .drawing import Drawing, Weighted, importance_probabilities
+from .drawing import Drawing, importance_probabilities
 from .trackers import Matrices, Normalised, Products
 from .tracking import RecursiveOptimizer
 from .variants import Variant, exact, probed, summed
@@ -150,13 +150,14 @@ class RSVRB(RecursiveOptimizer):
         rule, batch, probabilities = self._VARIANTS[options["variant"]], options["task_batch"], options["probabilities"]
         if options["probes"] is None:
             options["probes"] = 4 * batch
-        probes = options["probes"]
-        if probabilities is None:
-            return rule, Drawing(batch, probes)
-        given = None if isinstance(probabilities, str) else _chances(probabilities)
-        require("probabilities", probabilities, given is not None or probabilities == "adaptive", PROBABILITIES)
-        chances = None if given is None else (given / given.sum(), (given / given.sum()).cumsum(0))
-        return rule, Weighted(batch, probes, chances)
+        if probabilities is None or isinstance(probabilities, str):
+            require("probabilities", probabilities, probabilities in (None, "adaptive"), PROBABILITIES)
+            return rule, Drawing(batch, options["probes"], probabilities)
+        given = _chances(probabilities)
+        require("probabilities", probabilities, given is not None, PROBABILITIES)
+        assert given is not None
+        chances = given / given.sum()
+        return rule, Drawing(batch, options["probes"], (chances, chances.cumsum(0)))
 
     def _arrange(self, options: dict[str, Any]) -> None:
         given = options["beta"]

@@ -21,20 +21,21 @@ from ...optimizer.options import InitVar, choice, count, fixed, flag, number, op
 from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, TaskDraw, Update, of_tasks
 from ...optimizer.transaction import SOLVER, TABLE, UPPER_SOLVER, recalled
 from ...oracle.oracle import Oracle
+from ...oracle.session import Checks
 from ...problem.parameters import by_level, require
 from ...problem.placement import to_device
 from ...problem.tasks import TaskDraws, draw_whole, length_of, task_count
 from ...problem.vector import Vector
 from ...tracing import is_tracing
-from . import watching
 from .drawing import CHANCES, Drawing, Drawn, Source, others
-from .rows import CHUNK, STAMPS, Clock, GraphClock, Rows, Table, about_to_end, clock_of, pack_clock, table_of
+from .rows import CHUNK, STAMPS, Clock, Rows, Table, about_to_end, table_of
 from .trackers import Matrices, Measured
 from .variants import Look, Variant, are_ceilings, device_named, is_weight, probed, settled, shared, stays_current
 
 __all__ = ["RecursiveOptimizer"]
 
 DEFAULT_BETA = 0.1
+LOUD_BETA, PATIENCE = 0.3, 100
 
 
 class RecursiveOptimizer(BilevelOptimizer):
@@ -248,7 +249,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         if table.split:
             loss, direction, *sums = inputs.ranks.total(loss.to(x), direction, *(t.to(x) for t in active.values()))
             active = dict(zip(active, sums, strict=True))
-        watching.warn_if_floor_is_active(oracle.checks, active, m, self.floor)
+        _warn_if_floor_is_active(oracle.checks, active, m, self.floor)
         clock = Clock.started(len(trackers.shrinking), len(trackers.moving), kinds)
         diagnostics, tables = {**active, "rows_touched": torch.tensor(m, device="cpu")}, self._drawing.opened(m)
         return self._kept(oracle, loss, direction, diagnostics, clock, whole, table=table, tables=tables)
@@ -271,7 +272,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             flat(inputs.upper_memory["direction"])[0], trackers, self._drawing, inputs,
         )  # fmt: skip
         if sampler is not None and not look.whole:
-            watching.warn_if_beta_is_large(oracle.checks, self._share_lost, inputs.steps)
+            _warn_if_beta_is_large(oracle.checks, self._share_lost, inputs.steps)
         measured = self._measured(look, oracle, inputs, sampler)
         tracked, active = trackers.track(look.now, measured, look.msvr if self._rule.rests else look.storm)
         direction = self._rule.direction(look, tracked, measured)
@@ -282,7 +283,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         squares, *sums = look.total(rows["w"].square().sum(), *active.values())
         active = dict(zip(active, sums, strict=True))
         if look.whole:  # the count of a few rows depends on the drawing too
-            watching.warn_if_floor_is_active(oracle.checks, active, n, self.floor)
+            _warn_if_floor_is_active(oracle.checks, active, n, self.floor)
         residual = (squares / n).sqrt()
         diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n, device="cpu")}
         if look.whole:
@@ -314,7 +315,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         loss: Tensor,
         direction: Tensor,
         diagnostics: dict[str, Tensor],
-        clock: Clock | GraphClock,
+        clock: Clock,
         rows: Rows | None = None,
         *,
         table: Table,
@@ -339,7 +340,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             tables=tables,
             lower=lower,
             writes=tuple(writes),
-            numbers={"clock": pack_clock(clock, self._device or oracle.device)},
+            numbers={"clock": clock.packed(self._device or oracle.device)},
         )
 
     def _measured(self, look: Look, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Measured:
@@ -377,7 +378,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             return None
         if self._drifts:
             rows = self.param_groups[-1]["params"][0].shape[:1].numel()
-            warns = steps == watching.PATIENCE + 1 and watching.is_large_beta(self._share_lost)
+            warns = steps == PATIENCE + 1 and self._share_lost > LOUD_BETA
             if warns or about_to_end(clock, self._trackers.shrinking, self._betas(steps, rows)):
                 return None
         elif clock[1:].any():
@@ -517,9 +518,9 @@ class RecursiveOptimizer(BilevelOptimizer):
             "others": others(ids, m) if some and late else None,
         }
 
-    def _clock(self, inputs: StepInputs, device: torch.device) -> Clock | GraphClock:
+    def _clock(self, inputs: StepInputs, device: torch.device) -> Clock:
         sizes = len(self._trackers.shrinking), len(self._trackers.moving)
-        return clock_of(inputs.numbers["clock"], *sizes, device, still=not self._drifts)
+        return Clock.of(inputs.numbers["clock"], *sizes, device, not self._drifts)
 
 
 def _rates(inputs: StepInputs) -> Tensor:
@@ -528,3 +529,30 @@ def _rates(inputs: StepInputs) -> Tensor:
     if is_tracing():
         return torch.stack(rates).double()
     return torch.stack([torch.as_tensor(rate, dtype=torch.float64, device="cpu") for rate in rates])
+
+
+def _warn_if_beta_is_large(checks: Checks, beta: float, steps: int) -> None:
+    """Warn of a weight, in units of the fraction of tasks in a step, that makes their drawing the largest error."""
+    if steps > PATIENCE and beta > LOUD_BETA and not is_tracing():  # a graph does not know the step count
+        checks.alert(
+            "loud beta",
+            f"beta = {beta:g}, in units of the fraction of tasks in a step, makes the random choice of tasks the "
+            "largest error of the hypergradient; use 0.1 or less, or schedule='cube_root'",
+            torch.ones((), dtype=torch.bool, device="cpu"),
+        )
+
+
+def _warn_if_floor_is_active(checks: Checks, projected: Rows, rows: int, least: float) -> None:
+    """Warn if the floor changes the Hessians of at least half of the visited rows."""
+    count: Tensor | None = projected.get("projected_H")
+    if count is not None:
+        checks.alert_if(
+            "floor",
+            lambda: (
+                f"floor={least:g} is above the least eigenvalue of the lower Hessian for half of the tasks or more "
+                '(see diagnostics["projected_H"]), so that the hypergradient is that of another problem; use a floor '
+                "below the curvature of the lower loss, or add curvature to the loss"
+            ),
+            lambda count: 2 * count >= rows,
+            count,
+        )

@@ -17,7 +17,7 @@ from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.parameters import is_number, require
 from .drawing import Drawing, Drawn, Source, others
-from .rows import Clock, GraphClock, Rows, Table
+from .rows import Clock, Rows, Table
 from .trackers import Matrices, Measured, Trackers
 
 __all__ = [
@@ -63,7 +63,7 @@ class Look:
     whole: bool
     scale: Tensor
     betas: dict[str, float]
-    clocks: tuple[Clock | GraphClock, Clock | GraphClock]
+    clocks: tuple[Clock, Clock]
     drawn: Drawn
     direction: Tensor
     trackers: Trackers
@@ -134,9 +134,7 @@ def stays_current(table: Table, lazy: bool | None) -> bool:
     return lazy is False or (lazy is None and table.count * table.width <= EAGER)
 
 
-def settled(
-    look: Look, rows: Rows, rule: Variant, lazy: bool | None
-) -> tuple[list[Write], Clock | GraphClock, Tensor | None]:
+def settled(look: Look, rows: Rows, rule: Variant, lazy: bool | None) -> tuple[list[Write], Clock, Tensor | None]:
     """Return the writes of visited rows and of those brought up to date, the new clock, and the mean z if computed."""
     table, trackers, after = look.table, look.trackers, look.clocks[1]
     final = after.rebased() if after.exhausted else after
