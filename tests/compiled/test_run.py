@@ -494,10 +494,11 @@ def test_changed_options_are_seen():
     for compiled in (False, True):
         optimizer, losses, x, y = problem(bo.StocBiO, BATCHES, BATCHES, compiled=compiled)
         group = optimizer.param_groups[1]
-        several = []
-        for change in (dict, lambda: vars(optimizer).update(lower_steps=3), lambda: group.update(weight_decay=0.5)):
-            change()
-            several += [optimizer.step(*losses) for _ in range(4)]
+        several = [optimizer.step(*losses) for _ in range(4)]
+        optimizer.lower_steps = 3
+        several += [optimizer.step(*losses) for _ in range(4)]
+        group["weight_decay"] = 0.5
+        several += [optimizer.step(*losses) for _ in range(4)]
         group["weight_decay"] = 0.7
         several += optimizer.run(*losses, steps=4)
         found.append([x.detach(), y.detach(), *several])
