@@ -15,7 +15,7 @@ from .reasons import Refused
 __all__ = ["Form", "empty", "form_of", "form_of_tensor", "forms_of", "structure_of"]
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def form_of_tensor(t: Tensor) -> Form:
@@ -44,6 +44,8 @@ def structure_of(value: Any, tensors: list[Tensor]) -> Any:
         Refused: if an object may hold values that are not seen here.
     """
     kind = type(value)
+    if value is None:
+        return kind
     if kind is dict:
         return [(name, structure_of(part, tensors)) for name, part in value.items()]
     if kind is list or kind is tuple:
@@ -58,7 +60,7 @@ def structure_of(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return Tensor
-    if value is None or isinstance(value, PLAIN):
+    if isinstance(value, PLAIN):
         return kind, repr(value)
     leaves, structure = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:

@@ -179,6 +179,15 @@ class Writer:
         figures, numbers = picked(self._diagnostics, values), picked(self._numbers, values)
         return found + optimizer._result_writes(figures, numbers, optimizer._run_state.found, after)
 
+    def writes_as(self, other: Writer) -> bool:
+        """Return True if another writer writes to the same places, so that this one's results replace its own."""
+        return self is other or self._written() == other._written()
+
+    def _written(self) -> Any:
+        entries = [(id(p), name, place is None) for p, name, place in self._entries]
+        solvers = [(prefix, structure_of(memory, [])) for _, memory, prefix in self._solvers]
+        return entries, solvers, [*map(id, self._live)], len(self._buffers), self._rows, {*self._numbers}
+
     def _write_state(self, optimizer: Method, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         if self._rows:
             rows = [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, Self
 
@@ -161,7 +162,7 @@ class CompiledSteps:
             self._require_compiled(reason)
         if entry is None or inputs is None:
             return self._noted(self._first(entry, sources, update), reason)
-        ready = self._ready(entry, inputs) if entry.compiled and entry.unwatched else None
+        ready = self._ready(entry, inputs, entry.places.read()) if entry.compiled and entry.unwatched else None
         if ready is None:
             return self._beside_eager(entry, inputs, update)
         program, arguments = ready
@@ -457,15 +458,17 @@ class CompiledSteps:
             found["start"] = optimizer.lower_init
         return found
 
-    def _ready(self, entry: Entry, inputs: Inputs) -> tuple[StepProgram, list[Tensor]] | None:
-        """Return a program for the next step with its arguments; None if none fits."""
+    def _ready(
+        self, entry: Entry, inputs: Inputs, state: tuple[list[Tensor], Any]
+    ) -> tuple[StepProgram, list[Tensor]] | None:
+        """Return a program for a step from this state, tensors and structure, with its arguments; None if none fits."""
         tensors: list[Tensor] = []
         try:
             data = structure_of((inputs.drawn, inputs.random), tensors)
         except Refused:
             return None
-        state, structure = entry.places.read()
-        tensors += state
+        own, structure = state
+        tensors += own
         found = entry.find((data, structure, forms_of(tensors)), self._functions(inputs.sources))
         return None if found is None else (found[0], [*found[1], *tensors])
 
@@ -502,11 +505,16 @@ class CompiledSteps:
         values: Sequence[Tensor],
         update: bool,
         times: int = 1,
+        counts: Mapping[str, int] | None = None,
     ) -> None:
-        """Write the results of a step, the last of ``times``, without gradients; ``values`` are those of the call."""
+        """Write the results of a step, without gradients; ``values`` are those of the call.
+
+        It is the last of ``times`` steps, whose oracle calls are ``counts``, by default those of one.
+        """
         optimizer, state, writer = self.optimizer, self.optimizer._run_state, program.writer
+        counts = writer.counts if counts is None else counts
         after = {
-            "counts": {name: n + times * writer.counts[name] for name, n in state.counts.items()},
+            "counts": {name: n + counts[name] for name, n in state.counts.items()},
             "steps": state.steps + times,
             "last_loss": values[writer.loss],
         }
@@ -538,19 +546,15 @@ class CompiledSteps:
 
     def _run_chain(self, sources: Sources, most: int) -> Tensor | None:
         """Return losses of steps that are written at the end only; None if the next step is made by itself."""
-        optimizer, entry = self.optimizer, self._entry(sources, True)
-        if entry is None or not entry.compiled or self._why_eager(entry, sources):
+        entry = self._entry(sources, True)
+        if entry is None or self._why_eager(entry, sources) or self._moves_on_host or not sources.are_lists:
             return None
-        if self._moves_on_host or not sources.are_lists or not entry.compiled[0][1].may_follow:
-            return None
-        now, numbers = optimizer._run_state.steps, optimizer.numbers | sources.terms
-        most = min(most, entry.unwatched, STILL - 1 - now if now < STILL else most)
-        most = next((k for k in range(1, most) if optimizer._graph_key(now + k, numbers) != entry.key[2]), most)
-        if most < 2:
+        kinds = self._kinds(entry, sources, most)
+        if len(kinds) < 2:
             return None
         began, place = time.monotonic(), self._place(sources)
         try:
-            found = self._follow_chain(entry, sources, most)
+            found = self._follow_chain(kinds, sources)
         except BaseException:
             self._return_to(sources, place)
             raise
@@ -562,11 +566,74 @@ class CompiledSteps:
         self._tell_gain()
         return found
 
-    def _follow_chain(self, entry: Entry, sources: Sources, most: int) -> Tensor | None:
-        """Run at most ``most`` steps as a chain, and write the last; return the losses of those that passed, if any."""
-        optimizer, pure = self.optimizer, entry.pure
-        place, inputs = self._place(sources), self._drawn(entry, sources)
-        ready = None if inputs is None else self._ready(entry, inputs)
+    def _kinds(self, first: Entry, sources: Sources, most: int) -> list[Entry]:
+        """Return the entries of the next steps, up to one that has to be made by itself, or is to be compared."""
+        optimizer, found, last, kept = self.optimizer, list[Entry](), first, first.unwatched
+        now, numbers, left = optimizer._run_state.steps, optimizer.numbers | sources.terms, dict[int, int]()
+        for k in range(min(most, STILL - 1 - now if now < STILL else most)):
+            own = optimizer._graph_key(now + k, numbers)
+            if own != last.key[2]:
+                key, left[id(last)] = [*first.key[:2], own, *first.key[3:]], kept
+                other = next((entry for entry in self._entries if entry.key == key), None)
+                if other is None or other.reasons or (other.draws is None and other is not first):
+                    break
+                last, kept = other, left.get(id(other), other.unwatched)
+            if not kept or not last.compiled or not last.compiled[0][1].may_follow:
+                break
+            kept -= 1
+            found.append(last)
+        return found
+
+    def _follow_chain(self, kinds: Sequence[Entry], sources: Sources) -> Tensor | None:
+        """Run steps of these kinds as a chain, and write the last; return the losses of those that passed, if any."""
+        optimizer, place, parts, latest = self.optimizer, self._place(sources), list[Part](), dict[Entry, Part]()
+        state, structure = kinds[0].places.read()
+        for entry, alike in groupby(kinds):
+            count, part = len([*alike]), latest.get(entry)
+            if part is not None:  # no code of the user has run since its guards were checked
+                part = self._part_like(part, sources, count, state)
+            else:
+                part = self._part(entry, sources, count, (state, structure))
+            if part is None or (parts and not part.program.writer.writes_as(parts[0].program.writer)):
+                break
+            parts.append(part)
+            latest[entry] = part
+            if len(part.losses) < count:
+                break
+            values = part.last.values
+            state = [values[k] for k in part.program.next_state or ()]
+        made = sum([len(part.losses) for part in parts])
+        sound = self._sound(parts) if optimizer.check_finite else made
+        if sound < len(kinds):
+            self._return_to(sources, place)
+            left = sound
+            for i, part in enumerate(parts):
+                own = min(left, len(part.losses))
+                for _ in range(own):
+                    self._drawn(part.entry, sources)
+                if 0 < own < len(part.losses):
+                    followed = part.chain.follow(part.first, part.data[: own - 1])
+                    parts[i] = part._replace(losses=followed[0], last=followed[2])
+                left -= own
+                if not left:
+                    del parts[i + bool(own) :]
+                    break
+        if not parts:
+            return None
+        counts = dict.fromkeys(optimizer._run_state.counts, 0)
+        for part in parts:
+            part.entry.uses += len(part.losses)
+            for name in counts:
+                counts[name] += len(part.losses) * part.program.writer.counts[name]
+        entry, program, last = parts[-1].entry, parts[-1].program, parts[-1].last
+        with torch.no_grad():
+            self._write(entry, program, last, last.values, True, sound, counts)
+        return torch.stack([loss for part in parts for loss in part.losses])
+
+    def _part(self, entry: Entry, sources: Sources, count: int, state: tuple[list[Tensor], Any]) -> Part | None:
+        """Run at most ``count`` steps of one kind from a state; return None if they cannot follow each other."""
+        inputs, pure = self._drawn(entry, sources), entry.pure
+        ready = None if inputs is None else self._ready(entry, inputs, state)
         if inputs is None or ready is None:
             return None
         program, arguments = ready
@@ -578,28 +645,31 @@ class CompiledSteps:
         program.chain = chain
         if chain.shares_memory(first, [*pure.live_x, *pure.live_y, *pure.buffers]):
             return None
-        data = self._ahead(entry, sources, chain, most - 1)
-        losses, flags, last = chain.follow(first, data)
-        sound = len(losses)
-        if optimizer.check_finite:
-            known = optimizer._run_state.warned - {optimizer._reacts_to(optimizer.numbers)}
-            matters = [True] + [key not in known for key in program.writer.alerts]
-            told = torch.stack(flags).tolist()  # one wait for all
+        data = self._ahead(entry, sources, chain, count - 1) if count > 1 else []
+        return Part(entry, program, chain, first, data, *chain.follow(first, data))
+
+    def _part_like(self, other: Part, sources: Sources, count: int, state: Sequence[Tensor]) -> Part | None:
+        """Run at most ``count`` steps with the program of earlier ones; return None if data have another form."""
+        entry, program, chain = other.entry, other.program, other.chain
+        data = self._ahead(entry, sources, chain, count)
+        if not data:
+            return None
+        with torch.no_grad():
+            first = program([*other.first.arguments[: program.reads], *data[0], *state])
+        return Part(entry, program, chain, first, data[1:], *chain.follow(first, data[1:]))
+
+    def _sound(self, parts: Sequence[Part]) -> int:
+        """Return the number of steps before the first that has to be repeated eagerly."""
+        optimizer, sound = self.optimizer, 0
+        known = optimizer._run_state.warned - {optimizer._reacts_to(optimizer.numbers)}
+        for part in parts:
+            matters = [True] + [key not in known for key in part.program.writer.alerts]
+            told = torch.stack(part.flags).tolist()  # one wait for all
             for k, on in enumerate(told if any(map(any, told)) else ()):
                 if any(flag and needed for flag, needed in zip(on, matters, strict=True)):
-                    sound = k
-                    break
-        if sound < most:
-            self._return_to(sources, place)
-            if not sound:
-                return None
-            for _ in range(sound):
-                self._drawn(entry, sources)
-            losses, _, last = chain.follow(first, data[: sound - 1])
-        entry.uses += sound
-        with torch.no_grad():
-            self._write(entry, program, last, last.values, True, sound)
-        return torch.stack(losses)
+                    return sound + k
+            sound += len(told)
+        return sound
 
     def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> list[list[Tensor]]:
         """Draw the tensors that ``count`` steps take from samples, up to the first step of another form."""
@@ -632,6 +702,19 @@ class CompiledSteps:
             self.optimizer.generator.set_state(place.own)
         if place.default is not None:
             torch.set_rng_state(place.default)
+
+
+class Part(NamedTuple):
+    """Steps of one kind in a chain: their first call, the data of the others, their results, and the last call."""
+
+    entry: Entry
+    program: StepProgram
+    chain: Chain
+    first: Call
+    data: list[list[Tensor]]
+    losses: list[Tensor]
+    flags: list[Tensor]
+    last: Call
 
 
 class Positions(NamedTuple):

@@ -9,6 +9,8 @@ import torch
 
 import bilevel_optim as bo
 from bilevel_optim.compiled.chain import Chain
+from bilevel_optim.compiled.steps import CompiledSteps
+from bilevel_optim.pytree import replace
 
 from ..problems import seeded
 
@@ -101,6 +103,82 @@ def test_non_finite_values_end_steps_in_a_row():
     assert ends[0][2:] == ends[1][2:]
     for mine, theirs in zip(ends[0][:2], ends[1][:2], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
+
+
+def sums(kind=bo.SRBA):
+    """Such an optimizer of finite sums of four terms, each with a stream of its own, and its data."""
+    data = [torch.cat(BATCHES[k : k + 4]) for k in (0, 1)]
+    optimizer, losses, x, y = problem(kind, None, None)
+    losses = [
+        bo.FiniteSum(own.loss, rows, 2, generator=torch.Generator()) for own, rows in zip(losses, data, strict=True)
+    ]
+    return optimizer, losses, x, y, data
+
+
+def results(optimizer, losses, x, y):
+    positions = [own.generator.get_state() for own in losses]
+    entries = [t for state in optimizer.state.values() for t in state.values()]
+    return [x.detach(), y.detach(), x.grad, *entries, *positions, torch.tensor([*optimizer.oracle_counts.values()])]
+
+
+def test_steps_of_two_kinds_are_one_chain(monkeypatch):
+    """Every fourth step of `SRBA` evaluates all terms, by another graph; both are written once, at the end."""
+    written, write = [], CompiledSteps._write
+    monkeypatch.setattr(CompiledSteps, "_write", lambda *given: written.append(given[-2:]) or write(*given))
+    found = []
+    for at_once in (False, True):
+        optimizer, losses, x, y, _ = sums()
+        for _ in range(100):  # so that none of the next is compared
+            optimizer.step(*losses)
+        written.clear()
+        several = (
+            optimizer.run(*losses, steps=14) if at_once else torch.stack([optimizer.step(*losses) for _ in range(14)])
+        )
+        found.append([several, *results(optimizer, losses, x, y)])
+    assert all(map(torch.equal, *found))
+    assert [times for times, _ in written] == [14]
+
+
+@pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
+@pytest.mark.parametrize("rate", [1e12, 1e20])
+def test_a_chain_of_two_kinds_ends_before_values_that_are_not_finite(rate):
+    """The steps before it stand, of either kind, and the draws go on where they had begun."""
+    found = []
+    for at_once in (False, True):
+        optimizer, losses, x, y, _ = sums()
+        for _ in range(101):
+            optimizer.step(*losses)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        with pytest.raises(bo.NonFiniteError) as caught:
+            optimizer.run(*losses, steps=24) if at_once else [optimizer.step(*losses) for _ in range(24)]
+        found.append([torch.tensor(caught.value.step), *results(optimizer, losses, x, y)])
+    assert 105 < found[0][0] < 125
+    assert all(map(torch.equal, *found))
+
+
+class Marked(bo.SOBA):
+    """Every fourth step leaves an entry that the others do not write."""
+
+    def _graph_key(self, steps, numbers):
+        return steps % 4 == 0
+
+    def estimate(self, oracle, inputs):
+        found = super().estimate(oracle, inputs)
+        more = {} if inputs.steps % 4 else {"mark": 2.0 * oracle.x}
+        return replace(found, upper_memory={**found.upper_memory, **more})
+
+
+def test_all_entries_of_the_state_are_written():
+    """Steps of a kind that writes other entries end a chain."""
+    found = []
+    for at_once in (False, True):
+        optimizer, losses, x, y = problem(Marked, BATCHES, BATCHES)
+        for _ in range(103):
+            optimizer.step(*losses)
+        optimizer.run(*losses, steps=8) if at_once else [optimizer.step(*losses) for _ in range(8)]
+        found.append([x.detach(), y.detach(), optimizer.state[x]["mark"]])
+    assert all(map(torch.equal, *found))
 
 
 def test_another_kind_of_step_ends_what_is_drawn_at_once(monkeypatch):
@@ -408,3 +486,21 @@ def test_results_of_a_step_are_not_in_the_memory_of_the_next(kind):
         held.append((kept, [t.clone() for t in kept]))
     assert all(torch.equal(*pair) for kept, copies in held for pair in zip(kept, copies, strict=True))
     assert len({t.data_ptr() for kept, _ in held for t in kept[:2]}) == 10
+
+
+def test_changed_options_are_seen():
+    """Each step and each run has the present options of the optimizer and of its groups, and their parameters."""
+    found = []
+    for compiled in (False, True):
+        optimizer, losses, x, y = problem(bo.StocBiO, BATCHES, BATCHES, compiled=compiled)
+        group = optimizer.param_groups[1]
+        several = [optimizer.step(*losses) for _ in range(4)]
+        optimizer.lower_steps = 3
+        several += [optimizer.step(*losses) for _ in range(4)]
+        group["weight_decay"] = 0.5
+        several += [optimizer.step(*losses) for _ in range(4)]
+        group["weight_decay"] = 0.7
+        several += optimizer.run(*losses, steps=4)
+        found.append([x.detach(), y.detach(), *several])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
