@@ -140,7 +140,7 @@ def test_steps_of_two_kinds_are_one_chain(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
-@pytest.mark.parametrize("rate", [1e12, 1e20])
+@pytest.mark.parametrize("rate", [1e12, pytest.param(1e20, marks=pytest.mark.slow)])
 def test_a_chain_of_two_kinds_ends_before_values_that_are_not_finite(rate):
     """The steps before it stand, of either kind, and the draws go on where they had begun."""
     found = []
