@@ -141,7 +141,7 @@ class Objective:
 
         ``count`` is the random input called ``name``.
         """
-        return [self.draw() for _ in range(int(count) + 1)]
+        return [self.draw() for _ in range((most if is_tracing() else int(count)) + 1)]
 
     def arguments(self) -> tuple[Any, ...]:
         """Draw the arguments of the next call of the loss: the next batch, or nothing without data."""

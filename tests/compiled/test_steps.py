@@ -46,7 +46,7 @@ def ends(row, compiled):
     return [t.detach() for t in values], optimizer
 
 
-@pytest.mark.usually("SOBA")  # what Dynamo reads of a step takes seconds
+@pytest.mark.usually("SUSTAIN")  # what Dynamo reads of a step takes seconds
 @each(lambda row: row.takes_tasks and row.declared.losses == 2 and row.name != "F2SA")
 def test_rows_with_tasks(row):
     (right, eager), (found, optimizer) = (ends(row, compiled) for compiled in (False, True))
