@@ -109,7 +109,6 @@ class Transaction:
         generator: generator of the optimizer.
         oracle: oracle of the step; None for an update from ``.grad``.
         device: device of the parameters, if there is no oracle.
-        alone: other ranks take no part.
     """
 
     __slots__ = (

@@ -29,6 +29,7 @@ AMPLIFIED = {
     ("AID-differences", torch.float64, ADAM): 10,
     ("AID-differences", torch.float32, ADAM): 10,
     ("F2SA-1", torch.float64, "stochastic"): 10,
+    ("F2SA-1", torch.float64, "tasks"): 10,
     ("F2SA-1", torch.float64, ADAM): 100,
     ("ESMAML", torch.float32, ADAM): 10,
     ("PRAHGD", torch.float32, ADAM): 10,
