@@ -282,3 +282,37 @@ def test_a_normalisation_that_joins_a_compiled_step():
     for k in range(1, 5):
         optimizer.step(problem.upper, problem.lower)
         assert int(problem.norm.num_batches_tracked) == k
+
+
+@pytest.mark.parametrize("cls", [bo.SOBA, bo.F2SA])
+def test_a_step_that_fails_leaves_the_statistics(cls):
+    """At any evaluation, also the last one, which moves them, and in the update of x after that."""
+    net, x = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), torch.zeros(1, requires_grad=True)
+    rows, count, calls, fails_at = torch.randn(5, 2), 0, 0, 0
+
+    class Failing(torch.optim.SGD):
+        def step(self):
+            if fails_at > count > 0:
+                raise ArithmeticError("in the update")
+            return super().step()
+
+    def lower():
+        nonlocal calls
+        value = (net(rows) - 1).square().mean() + x.exp().sum() * net[0].weight.square().sum()
+        calls += 1
+        if calls == fails_at:
+            raise ArithmeticError("in the loss")
+        return value
+
+    steps = {} if cls is bo.SOBA else {"lower_steps": 2}
+    optimizer = cls([x], net.parameters(), lr=0.01, lower_lr=0.01, upper_optimizer=Failing, **steps)
+    for _ in range(3):
+        calls = 0
+        optimizer.step(lambda: net(rows).square().sum(), lower)
+    before, count = [b.clone() for b in net.buffers()], calls
+    assert count > 1
+    while fails_at <= count:
+        calls, fails_at = 0, fails_at + 1
+        with pytest.raises(ArithmeticError):
+            optimizer.step(lambda: net(rows).square().sum(), lower)
+        assert all(map(torch.equal, net.buffers(), before))
