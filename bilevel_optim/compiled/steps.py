@@ -88,6 +88,7 @@ class CompiledSteps:
         self._pickers: dict[tuple[str, ...], itemgetter[Any]] = {}  # names in a group -> reads its options
         self._last: tuple[list[Any], Any, list[Any]] = ([], None, [])  # objects, other values and key of the options
         self._new = 0  # steps in a row of a new kind
+        self._state: Any = None  # of the optimizer; draws of the entries depend on it
         self._rates: tuple[list[Any], list[Tensor]] = ([], [])
         self._most = FIRST
         self._told = ""  # what the last compilation has gained
@@ -226,6 +227,10 @@ class CompiledSteps:
         if own is None:
             return None
         key = [moves, sources.kind, own, self._options()]
+        if optimizer.state is not self._state:  # another one has been loaded
+            self._state = optimizer.state
+            for entry in self._entries:
+                entry.draws, entry.is_known = None, entry.is_known and state.steps > 0
         for i, entry in enumerate(self._entries):
             if entry.key == key:
                 self._new = 0

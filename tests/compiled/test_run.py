@@ -1,5 +1,6 @@
 """Many captured steps in one call draw the same as steps made one by one."""
 
+import copy
 import inspect
 import itertools
 from contextlib import contextmanager
@@ -105,10 +106,10 @@ def test_non_finite_values_end_steps_in_a_row():
         torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
 
 
-def sums(kind=bo.SRBA):
+def sums(kind=bo.SRBA, compiled=True):
     """Such an optimizer of finite sums of four terms, each with a stream of its own, and its data."""
     data = [torch.cat(BATCHES[k : k + 4]) for k in (0, 1)]
-    optimizer, losses, x, y = problem(kind, None, None)
+    optimizer, losses, x, y = problem(kind, None, None, compiled=compiled)
     losses = [
         bo.FiniteSum(own.loss, rows, 2, generator=torch.Generator()) for own, rows in zip(losses, data, strict=True)
     ]
@@ -155,6 +156,23 @@ def test_a_chain_of_two_kinds_ends_before_values_that_are_not_finite(rate):
         found.append([torch.tensor(caught.value.step), *results(optimizer, losses, x, y)])
     assert 105 < found[0][0] < 125
     assert all(map(torch.equal, *found))
+
+
+def test_a_new_beginning_is_loaded():
+    """`SABA` evaluates all terms again, in an eager step, and goes on in the same graph."""
+    found = []
+    for compiled in (False, True):
+        optimizer, losses, x, y, _ = sums(bo.SABA, compiled)
+        beginning = copy.deepcopy(optimizer.state_dict())
+        for _ in range(6):
+            optimizer.step(*losses)
+        optimizer.load_state_dict(beginning)
+        for _ in range(6):
+            optimizer.step(*losses)
+        assert "compile_fallback" not in optimizer.diagnostics
+        found.append(results(optimizer, losses, x, y))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 class Marked(bo.SOBA):
