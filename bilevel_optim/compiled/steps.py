@@ -427,12 +427,8 @@ class CompiledSteps:
             entry.gain.note(eager, seconds)
             if entry.gain.looks == LOOKS and self.settings.backend == "inductor":  # told after the step
                 self._told, self._loses = entry.gain.text, not entry.gain.pays
-        optimizer, settings, name, pure = (
-            self.optimizer,
-            self.settings,
-            self.optimizer.declared.difference_step,
-            entry.pure,
-        )
+        optimizer, settings, pure = self.optimizer, self.settings, entry.pure
+        name = optimizer.declared.difference_step
         divisor = min(getattr(optimizer, name), 1.0) if name else 1.0
         accepted = Accepted(settings.rtol, settings.atol, divisor)
         results = partial(results_of, table_of=partial(table_at, optimizer, pure))

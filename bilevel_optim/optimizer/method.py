@@ -238,7 +238,10 @@ class Method(Options, Optimizer, ABC):
 
     @property
     def diagnostics(self) -> dict[str, Any]:
-        """Tensors, plain numbers and texts of the last step, by name; norms are computed when this is read."""
+        """Tensors, plain numbers and texts of the last step, by name.
+
+        Norms are computed when this is read, some from tensors of ``state``: read them before you write there in place.
+        """
         self._diagnostics.update(measured(self._diagnostics))
         return self._diagnostics
 
