@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..problem.vector import Later, Vector
 from ..pytree import replace, values
-from ..solvers.lower import Memory
+from ..solvers.lower import LowerResult, Memory
 
 __all__ = ["Estimate", "Write", "measured"]
 
@@ -71,6 +71,16 @@ class Estimate:
         for vector in (self.lower, *self.memory.values(), *self.upper_memory.values()):
             found += vector or ()
         return found
+
+    def with_lower(self, moved: LowerResult) -> Estimate:
+        """Return a copy with y, the lower optimizer's state and missing diagnostics of the lower steps before it."""
+        return replace(
+            self,
+            lower=moved.y,
+            solver=None if moved.plain else moved.memory,
+            diagnostics={**moved.diagnostics, **self.diagnostics},
+            covers_all_vectors=self.covers_all_vectors and moved.plain,  # a sign step hides a non-finite gradient
+        )
 
     def noting(self, **diagnostics: Any) -> Estimate:
         """Return a copy with more diagnostics; those that are None are left out."""

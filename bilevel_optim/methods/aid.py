@@ -128,8 +128,8 @@ class AID(BilevelOptimizer):
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Run the lower steps, then solve the linear system at their end."""
-        here = inputs.run_lower_steps(oracle, self._lower_step_count(inputs.steps))
-        estimate = here.with_lower(self._implicit_estimate(here.oracle, inputs))
+        here, moved = inputs.run_lower_steps(oracle, self._lower_step_count(inputs.steps))
+        estimate = self._implicit_estimate(here, inputs).with_lower(moved)
         chosen = {name: inputs.numbers[name] for name in ("linear_solver",) if name in inputs.numbers}
         return replace(estimate, numbers=chosen) if chosen else estimate
 

@@ -249,9 +249,9 @@ class FOMAML(Initialised):
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Return the gradient after adaptation, as if adaptation were the identity in the initial point."""
         oracle, inputs = self._start_adaptation(oracle, inputs)
-        here = inputs.run_lower_steps(oracle, self.lower_steps)
-        loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw(once=True))
-        return self._through_start(oracle, here.with_lower(Estimate(loss, grad_x)), grad_y)
+        here, moved = inputs.run_lower_steps(oracle, self.lower_steps)
+        loss, grad_x, grad_y = here.upper(oracle.f.draw(once=True))
+        return self._through_start(oracle, Estimate(loss, grad_x).with_lower(moved), grad_y)
 
 
 class iMAML(Initialised, AID):
