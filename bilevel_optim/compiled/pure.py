@@ -11,7 +11,7 @@ from torch import Tensor
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import Write, measured
 from ..optimizer.method import Method
-from ..optimizer.step import StepInputs, StepResults, Update
+from ..optimizer.step import StepInputs, Update
 from ..oracle.advance import advance_buffers
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
@@ -280,7 +280,9 @@ def _places(writes: Sequence[Write], state: State, y: Vector) -> list[tuple[tupl
     return found
 
 
-def results_of(results: Mapping[str, Any], table_of: Callable[[tuple[str, str, int]], Tensor]) -> StepResults:
+def results_of(
+    results: Mapping[str, Any], table_of: Callable[[tuple[str, str, int]], Tensor]
+) -> tuple[Estimate, Update | None]:
     """Return a step's results in the form of an eager step; ``table_of`` finds a table by its place."""
     moved = results["moved"]
     estimate = Estimate(
@@ -296,7 +298,7 @@ def results_of(results: Mapping[str, Any], table_of: Callable[[tuple[str, str, i
         numbers={**results["plain"], **results["numbers"]},
     )
     if moved is None:
-        return StepResults(estimate, None)
+        return estimate, None
     update = Update(
         Vector(moved["x"]),
         {name: None if values is None else Vector(values) for name, values in moved["upper_memory"].items()},
@@ -304,7 +306,7 @@ def results_of(results: Mapping[str, Any], table_of: Callable[[tuple[str, str, i
         writes=tuple([Write(table_of(place), rows, values) for place, rows, values in moved["writes"]]),
         solver=moved["solver"],
     )
-    return StepResults(estimate, update)
+    return estimate, update
 
 
 def following(state: State, results: Mapping[str, Any]) -> State:

@@ -92,7 +92,6 @@ from .step import (
     DrawInputs,
     Groups,
     StepInputs,
-    StepResults,
     TaskDraw,
     Update,
     of_tasks,
@@ -415,7 +414,9 @@ class Method(Options, Optimizer, ABC):
             "upper_solver": None if self._upper_rules is None else upper.solver,
         }
 
-    def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
+    def _compute(
+        self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool
+    ) -> tuple[Estimate, Update | None]:
         """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
         losses, known = self._losses(oracle, tasks), oracle.session.found.derivatives
         new_losses = losses not in known and len(known) < MOST_CHECKS
@@ -432,7 +433,7 @@ class Method(Options, Optimizer, ABC):
         if update:
             with torch.set_grad_enabled(False):
                 new = self.update(oracle.x, estimate.gradient, inputs.after(estimate))
-        return StepResults(estimate, new)
+        return estimate, new
 
     def _losses(self, oracle: Oracle, tasks: Any) -> tuple[Any, ...]:
         """Return what identifies the losses of a step: code, parameters, mode of modules, and the kind of problem."""
@@ -543,7 +544,7 @@ class Method(Options, Optimizer, ABC):
         """True if the method makes Hessian-vector products by second derivatives."""
         return self.declared.second_order and self._oracle_options.hvp == "exact"
 
-    def _step_writes(self, oracle: Oracle, results: StepResults) -> list[Action]:
+    def _step_writes(self, oracle: Oracle, results: tuple[Estimate, Update | None]) -> list[Action]:
         """Return the writes of a step's results, ``.grad`` of x included."""
         (estimate, update), session = results, oracle.session
         numbers = estimate.numbers if update is None else {**estimate.numbers, **update.numbers}

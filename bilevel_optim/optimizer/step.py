@@ -29,7 +29,6 @@ __all__ = [
     "Groups",
     "Start",
     "StepInputs",
-    "StepResults",
     "TaskDraw",
     "Update",
     "of_tasks",
@@ -249,15 +248,3 @@ class Update:
     lower: Vector | None = None
     writes: tuple[Write, ...] = ()
     solver: Memory | None = None
-
-
-class StepResults(NamedTuple):
-    """Results of a step.
-
-    Attributes:
-        estimate: the hypergradient, with the improved y and the new state.
-        update: the new x; None: x does not change.
-    """
-
-    estimate: Estimate
-    update: Update | None
