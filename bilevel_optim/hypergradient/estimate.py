@@ -82,11 +82,6 @@ class Estimate:
             covers_all_vectors=self.covers_all_vectors and moved.plain,  # a sign step hides a non-finite gradient
         )
 
-    def noting(self, **diagnostics: Any) -> Estimate:
-        """Return a copy with more diagnostics; those that are None are left out."""
-        known = {name: value for name, value in diagnostics.items() if value is not None}
-        return replace(self, diagnostics={**self.diagnostics, **known})
-
 
 def measured(figures: Mapping[str, Any], above: int = -1) -> dict[str, Any]:
     """Compute diagnostics that are kept as vectors, if these have more than ``above`` entries together."""

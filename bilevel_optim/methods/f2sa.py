@@ -153,6 +153,7 @@ class F2SA(BilevelOptimizer):
         copies=True,
         lower_optimizer="elementwise",
         difference_step="nu",
+        fixed_length="normalize",
     )
 
     order: int = count(least=1, default=2)
@@ -194,10 +195,6 @@ class F2SA(BilevelOptimizer):
         """Current stencil, which ``"auto"`` may have changed."""
         present: str = self.numbers.get("stencil", self._given_stencil)
         return stencil_of(self.order, present).kind
-
-    @property
-    def _given_length(self) -> bool:
-        return bool(self.normalize)
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Return a pair of draws for each lower step (or one for each copy), then a pair for the difference."""

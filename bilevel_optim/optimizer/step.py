@@ -202,11 +202,13 @@ class StepInputs(DrawInputs):
 
         result = rule.run(oracle.y, memory, steps, draw, tol)
         if result.gradient is None:
-            return oracle, result.told({}, plain=True)
+            return oracle, result._replace(plain=True)
         require_interior(oracle, rule, result.projected)
         oracle.checks.finite("lower_grad", result.y)
         told = result.watched(oracle.session, rule, oracle.y, steps)
-        return oracle.at(lower=result.y), result.told(told, plain=rule.plain)
+        # Without the gradient, whose memory the estimate may need.
+        kept = result._replace(gradient=None, mapping=None, plain=rule.plain, diagnostics=told)
+        return oracle.at(lower=kept.y), kept
 
     def step_along(self, oracle: Oracle, gradient: Vector) -> tuple[Oracle, LowerResult]:
         """Make one lower step from the oracle's point along this gradient; return the oracle at the end too."""
@@ -215,7 +217,8 @@ class StepInputs(DrawInputs):
         require_interior(oracle, rule, result.projected)
         oracle.checks.finite("lower_grad", result.y)
         told = {"lower_residual": rule.residual(oracle.y, gradient)}
-        return oracle.at(lower=result.y), result.told(told, plain=rule.plain)
+        kept = result._replace(gradient=None, mapping=None, plain=rule.plain, diagnostics=told)
+        return oracle.at(lower=kept.y), kept
 
 
 def require_interior(oracle: Oracle, rule: LowerRule, projected: Tensor | None) -> None:

@@ -109,10 +109,6 @@ class LowerResult(NamedTuple):
         """A vector that is zero at a solution: the last gradient, or with a projection ``mapping``."""
         return self.gradient if self.mapping is None else self.mapping
 
-    def told(self, diagnostics: Mapping[str, Any], *, plain: bool) -> LowerResult:
-        """Return what an estimate takes of these steps; the gradient, which it does not need, is freed."""
-        return LowerResult(self.y, self.memory, None, plain=plain, diagnostics=diagnostics)
-
     def norm(self, lanes: bool = False) -> Tensor:
         """Return the norm of the last residual; with ``lanes``, one for each stacked copy."""
         if self.size is not None:
