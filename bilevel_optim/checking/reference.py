@@ -16,6 +16,7 @@ from torch.optim import LBFGS
 from ..errors import GradcheckError
 from ..oracle.differentiable import custom_operations
 from ..oracle.oracle import Oracle
+from ..oracle.session import Session
 from ..problem.objective import Sample
 from ..problem.vector import Vector, coarsest
 from ..solvers.linear import cg
@@ -245,7 +246,7 @@ class _Truth:
     def __init__(self, oracle: Oracle, clock: TimeLimit) -> None:
         session = oracle.session
         # Products are exact here, even if the method's are not.
-        oracle.session = session.renewed(replace(session.options, hvp="exact"))
+        oracle.session = Session.after(session, replace(session.options, hvp="exact"))
         self.oracle, self.clock = oracle, clock
         self._upper, self._lower = oracle.f.samples(MAX_BATCHES), oracle.g.samples(MAX_BATCHES)
         self._unit = coarsest(oracle.y)

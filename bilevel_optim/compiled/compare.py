@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..hypergradient.estimate import Write
-from ..optimizer.step import StepResults
+from ..hypergradient.estimate import Estimate, Write
+from ..optimizer.step import Update
 from ..problem.vector import Vector
 
-__all__ = ["Accepted", "mismatch"]
+__all__ = ["Accepted", "Results", "mismatch"]
+
+Results = tuple[Estimate, Update | None]
 
 TOLERANCE = 0.55  # a compiled step may differ by this power of the machine epsilon: differences magnify rounding
 LARGEST = 0.03  # tolerance for divided results: a loss that reads something else differs by more
@@ -32,13 +34,13 @@ class Accepted(NamedTuple):
 
 
 def mismatch(
-    right: StepResults,
-    found: StepResults,
+    right: Results,
+    found: Results,
     x: Sequence[Tensor],
     y: Sequence[Tensor],
     accepted: Accepted,
     name_of: Callable[[Write], str],
-    other: StepResults | None = None,
+    other: Results | None = None,
 ) -> str | None:
     """Name the first result that differs from the eager step by more than is accepted; return None if none does.
 
@@ -52,7 +54,7 @@ def mismatch(
         other: results of the compiled step for values that are rounded differently, if known.
     """
 
-    def parts(results: StepResults) -> dict[str, tuple[Sequence[Tensor], Sequence[Tensor] | None, float]]:
+    def parts(results: Results) -> dict[str, tuple[Sequence[Tensor], Sequence[Tensor] | None, float]]:
         (estimate, update), divisor = results, accepted.divisor
         vectors: dict[str, tuple[Sequence[Tensor], Sequence[Tensor] | None, float]] = {
             "the loss": ([estimate.loss], None, 1.0),

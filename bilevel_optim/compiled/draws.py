@@ -370,22 +370,22 @@ class _GivenTasks(StandIn):
     """A sampler whose tasks and batches were drawn before the step."""
 
     def __init__(self, source: Any, given: GivenData) -> None:
-        self.source, self._given = source, given
+        super().__init__(source)
+        self._given = given
 
     def sample(self, n: int, generator: Any) -> Any:
-        return self._of("tasks") if self._is_given("tasks") else self.source.sample(n, generator)
+        return self._given.next("tasks") if self._is_given("tasks") else super().sample(n, generator)
 
     def lower(self, tasks: Any, n: Any, generator: Any) -> Any:
-        return self._of("tasks.lower") if self._is_given("tasks.lower") else self.source.lower(tasks, n, generator)
+        name = "tasks.lower"
+        return self._given.next(name) if self._is_given(name) else super().lower(tasks, n, generator)
 
     def upper(self, tasks: Any, n: Any, generator: Any) -> Any:
-        return self._of("tasks.upper") if self._is_given("tasks.upper") else self.source.upper(tasks, n, generator)
+        name = "tasks.upper"
+        return self._given.next(name) if self._is_given(name) else super().upper(tasks, n, generator)
 
     def whole(self, draw: Any, inputs: Any) -> Any:
-        return self._of("whole")
-
-    def _of(self, source: str) -> Any:
-        return self._given.next(source)
+        return self._given.next("whole")
 
     def _is_given(self, source: str) -> bool:
         return not self._given.is_eager or self._given.has(source)
@@ -401,15 +401,6 @@ class Recorded(StandIn):
     def __init__(self, source: Any) -> None:
         super().__init__(source)
         self.draws: Callable[[Any, Mapping[str, Tensor]], Any] | None = None
-
-    def sample(self, n: int, generator: Any) -> Any:
-        return self.source.sample(n, generator)
-
-    def lower(self, tasks: Any, n: Any, generator: Any) -> Any:
-        return self.source.lower(tasks, n, generator)
-
-    def upper(self, tasks: Any, n: Any, generator: Any) -> Any:
-        return self.source.upper(tasks, n, generator)
 
     def whole(self, draw: Any, inputs: Any) -> Any:
         self.draws = draw

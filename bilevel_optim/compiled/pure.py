@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import Write, measured
 from ..optimizer.method import Method
-from ..optimizer.step import StepInputs, StepResults, Update
+from ..optimizer.step import StepInputs, Update
 from ..oracle.advance import advance_buffers
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
@@ -20,7 +21,7 @@ from ..oracle.substitution import Substitution
 from ..problem.vector import Vector, as_variable
 from ..pytree import replace
 from ..solvers.limits import Limits
-from ..solvers.lower import LowerRule, LowerRules
+from ..solvers.lower import LowerRule
 from .draws import GivenData
 
 __all__ = ["PureStep", "State", "following", "results_of", "state_of"]
@@ -83,8 +84,8 @@ class PureStep:
             inputs, memory={}, upper_memory={}, tables={}, solver=None, upper_solver=None, random_inputs={},
             generator=None,
         )  # fmt: skip
-        self._rules = _rules_of(method._rules)
-        self._upper_rules = None if method._upper_rules is None else _rules_of(method._upper_rules)
+        self._rules = [*method._rules.rules]
+        self._upper_rules = None if method._upper_rules is None else [*method._upper_rules.rules]
 
     def __call__(
         self, losses: Mapping[str, Callable[..., Any]], tasks: Any, drawn: Any, random: Mapping[str, Any], state: State
@@ -210,52 +211,26 @@ class _Evaluation:
         self.buffers, self.values, self.is_last = buffers, values, False
         self.left: list[Tensor] | None = None
 
-    def __call__(self, live: Sequence[Vector], values: Sequence[Vector | None]) -> _Placed:
+    @contextmanager
+    def __call__(self, live: Sequence[Vector], values: Sequence[Vector | None]) -> Generator[Sequence[Vector]]:
         copies = [t.clone() for t in self.values]
         if self.is_last:
             self.left = copies
-        return _Placed(live, values, self.buffers, copies)
-
-
-class _Placed:
-    """A block in which values replace the live tensors, and copies replace the buffers."""
-
-    def __init__(
-        self,
-        live: Sequence[Vector],
-        values: Sequence[Vector | None],
-        buffers: Sequence[Tensor],
-        copies: Sequence[Tensor],
-    ) -> None:
-        self._variables = [
+        variables = [
             Vector([as_variable(v, t.requires_grad) for v, t in zip(own or ts, ts, strict=True)])
             for ts, own in zip(live, values, strict=True)
         ]
-        before = [t for ts in live for t in ts] + [*buffers]
-        after = [v for vs in self._variables for v in vs] + [*copies]
-        self._mode = Substitution(before, after, stacked=False)
-
-    def __enter__(self) -> Sequence[Vector]:
-        self._mode.__enter__()
-        return self._variables
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(None, None, None)
+        before = [t for ts in live for t in ts] + [*self.buffers]
+        after = [v for vs in variables for v in vs] + copies
+        with Substitution(before, after, stacked=False):
+            yield variables
 
 
-Known = tuple[list[tuple[int, ...]], LowerRule]
-
-
-def _rules_of(rules: LowerRules) -> list[Known]:
-    """Return the update rules of eager steps, each with the shapes of its tensors."""
-    return [(rule.shapes, rule) for rule in rules.rules]
-
-
-def _rule(known: Sequence[Known], rates: Sequence[Tensor], like: Vector, limits: Limits | None) -> LowerRule:
+def _rule(known: Sequence[LowerRule], rates: Sequence[Tensor], like: Vector, limits: Limits | None) -> LowerRule:
     """Return the update rule for tensors of these shapes, with these learning rates of the groups."""
     shapes = [tuple(t.shape) for t in like]
-    for own, rule in known:
-        if own == shapes:
+    for rule in known:
+        if rule.shapes == shapes:
             return rule.with_rates(rates, limits)
     raise RuntimeError("no eager step has updated lower tensors of these shapes, so a graph cannot either")
 
@@ -280,7 +255,9 @@ def _places(writes: Sequence[Write], state: State, y: Vector) -> list[tuple[tupl
     return found
 
 
-def results_of(results: Mapping[str, Any], table_of: Callable[[tuple[str, str, int]], Tensor]) -> StepResults:
+def results_of(
+    results: Mapping[str, Any], table_of: Callable[[tuple[str, str, int]], Tensor]
+) -> tuple[Estimate, Update | None]:
     """Return a step's results in the form of an eager step; ``table_of`` finds a table by its place."""
     moved = results["moved"]
     estimate = Estimate(
@@ -296,7 +273,7 @@ def results_of(results: Mapping[str, Any], table_of: Callable[[tuple[str, str, i
         numbers={**results["plain"], **results["numbers"]},
     )
     if moved is None:
-        return StepResults(estimate, None)
+        return estimate, None
     update = Update(
         Vector(moved["x"]),
         {name: None if values is None else Vector(values) for name, values in moved["upper_memory"].items()},
@@ -304,7 +281,7 @@ def results_of(results: Mapping[str, Any], table_of: Callable[[tuple[str, str, i
         writes=tuple([Write(table_of(place), rows, values) for place, rows, values in moved["writes"]]),
         solver=moved["solver"],
     )
-    return StepResults(estimate, update)
+    return estimate, update
 
 
 def following(state: State, results: Mapping[str, Any]) -> State:

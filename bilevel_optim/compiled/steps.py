@@ -20,7 +20,7 @@ from ..optimizer.hooks import has_hooks
 from ..optimizer.lower_checks import probe
 from ..optimizer.method import Method
 from ..optimizer.progress import STILL
-from ..optimizer.step import StepResults, replace
+from ..optimizer.step import replace
 from ..optimizer.transaction import TABLE, Action, make
 from ..oracle.buffers import unnoted
 from ..oracle.hooks import any_hooks
@@ -31,7 +31,7 @@ from ..problem.random import draw_random_inputs
 from ..solvers.agd import AGD
 from ..solvers.lower import is_known
 from .chain import Chain
-from .compare import Accepted, mismatch, perturbed_by_rounding
+from .compare import Accepted, Results, mismatch, perturbed_by_rounding
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_many, draw_tasks, in_a_row
 from .entry import CHECKED_EVERY, MOST, Entry, Full, Settings
 from .forms import forms_of, structure_of
@@ -385,12 +385,12 @@ class CompiledSteps:
                 if not isinstance(error, Full):
                     entry.reasons[code] = reason
             self._require_compiled(reason)
-            writes = [*optimizer._step_writes(oracle, results), *left]
+            estimate, writes = results[0], [*optimizer._step_writes(oracle, results), *left]
             if host and update:
                 with torch.no_grad():
-                    writes += optimizer._update_writes_after(results.estimate, oracle.live_x, oracle.live_y)
+                    writes += optimizer._update_writes_after(estimate, oracle.live_x, oracle.live_y)
             transaction.commit(writes)
-        return self._noted(results.estimate.loss.detach(), reason)
+        return self._noted(estimate.loss.detach(), reason)
 
     def _require_compilable(self, oracle: Oracle) -> None:
         if oracle.sharded:
@@ -409,8 +409,8 @@ class CompiledSteps:
                 )
 
     def _compared(
-        self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle, eager: float
-    ) -> tuple[StepResults, Sequence[Tensor], str | None]:
+        self, entry: Entry, inputs: Inputs, state: State, right: Results, oracle: Oracle, eager: float
+    ) -> tuple[Results, Sequence[Tensor], str | None]:
         """Return results of a compiled step, compiled now if need be, its buffers, and what differs from the eager one.
 
         ``eager`` is the time that the eager step has taken.

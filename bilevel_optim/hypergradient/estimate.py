@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..problem.vector import Later, Vector
 from ..pytree import replace, values
-from ..solvers.lower import Memory
+from ..solvers.lower import LowerResult, Memory
 
 __all__ = ["Estimate", "Write", "measured"]
 
@@ -72,10 +72,15 @@ class Estimate:
             found += vector or ()
         return found
 
-    def noting(self, **diagnostics: Any) -> Estimate:
-        """Return a copy with more diagnostics; those that are None are left out."""
-        known = {name: value for name, value in diagnostics.items() if value is not None}
-        return replace(self, diagnostics={**self.diagnostics, **known})
+    def with_lower(self, moved: LowerResult) -> Estimate:
+        """Return a copy with y, the lower optimizer's state and missing diagnostics of the lower steps before it."""
+        return replace(
+            self,
+            lower=moved.y,
+            solver=None if moved.plain else moved.memory,
+            diagnostics={**moved.diagnostics, **self.diagnostics},
+            covers_all_vectors=self.covers_all_vectors and moved.plain,  # a sign step hides a non-finite gradient
+        )
 
 
 def measured(figures: Mapping[str, Any], above: int = -1) -> dict[str, Any]:

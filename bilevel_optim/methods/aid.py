@@ -127,24 +127,19 @@ class AID(BilevelOptimizer):
         return [LOWER] * self._lower_step_count(inputs.steps) + [UPPER, LOWER]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Run the lower steps, then solve the linear system at their end."""
-        here = inputs.run_lower_steps(oracle, self._lower_step_count(inputs.steps))
-        estimate = here.with_lower(self._implicit_estimate(here.oracle, inputs))
-        chosen = {name: inputs.numbers[name] for name in ("linear_solver",) if name in inputs.numbers}
-        return replace(estimate, numbers=chosen) if chosen else estimate
-
-    def _static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the solver to which ``"auto"`` has changed in an earlier step."""
-        return {name: numbers[name] for name in ("linear_solver",) if name in numbers}
-
-    def _implicit_estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Return the hypergradient at the oracle's point; with a warm start, from the last linear solution."""
+        """Run the lower steps, then solve the linear system at their end, with a warm start from its last solution."""
+        here, moved = inputs.run_lower_steps(oracle, self._lower_step_count(inputs.steps))
         dense = self.linear_solver == "direct"
         warm = self.warm_start and self.linear_solver != "neumann" and not dense
         start = inputs.memory.get("linear_solution") if warm else None
         solve, keep = self._linear_solve(inputs), self.keep_direction
-        estimate = implicit(oracle, solve, start, dense=dense, check=self.check_finite, keep_direction=keep)
-        return estimate if warm else replace(estimate, memory={})
+        estimate = implicit(here, solve, start, dense=dense, check=self.check_finite, keep_direction=keep)
+        chosen = {name: inputs.numbers[name] for name in ("linear_solver",) if name in inputs.numbers}
+        return replace(estimate, numbers=chosen, memory=estimate.memory if warm else {}).with_lower(moved)
+
+    def _static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the solver to which ``"auto"`` has changed in an earlier step."""
+        return {name: numbers[name] for name in ("linear_solver",) if name in numbers}
 
     def _linear_solve(self, inputs: StepInputs) -> Callable[..., LinearSolution]:
         """Return the linear solver with its arguments."""

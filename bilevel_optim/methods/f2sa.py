@@ -25,7 +25,7 @@ from ..problem.objective import Sample
 from ..problem.parameters import Rate
 from ..problem.placement import constant
 from ..problem.vector import Later, Vector, coarsest, stack
-from ..solvers.lower import Solved, largest_rate
+from ..solvers.lower import LowerResult, largest_rate
 from ..tracing import is_tracing
 
 __all__ = ["F2SA"]
@@ -153,6 +153,7 @@ class F2SA(BilevelOptimizer):
         copies=True,
         lower_optimizer="elementwise",
         difference_step="nu",
+        fixed_length="normalize",
     )
 
     order: int = count(least=1, default=2)
@@ -194,10 +195,6 @@ class F2SA(BilevelOptimizer):
         """Current stencil, which ``"auto"`` may have changed."""
         present: str = self.numbers.get("stencil", self._given_stencil)
         return stencil_of(self.order, present).kind
-
-    @property
-    def _given_length(self) -> bool:
-        return bool(self.normalize)
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Return a pair of draws for each lower step (or one for each copy), then a pair for the difference."""
@@ -295,7 +292,9 @@ class F2SA(BilevelOptimizer):
         else:
             oracle.checks.alert("uneven copies", UNEVEN, apart)
 
-    def _watch_leaving(self, oracle: Oracle, solved: Solved, start: Vector, last: Tensor, inputs: StepInputs) -> None:
+    def _watch_leaving(
+        self, oracle: Oracle, solved: LowerResult, start: Vector, last: Tensor, inputs: StepInputs
+    ) -> None:
         """For order 2, warn if the copy at the negative node goes much further than the other one, and uphill.
 
         In a convex problem, a gradient grows by noise, or with a step size or a momentum that is too large. It then
@@ -309,7 +308,7 @@ class F2SA(BilevelOptimizer):
         oracle.checks.alert_if("diverging copies", text, _leaves, own, other, apart, first[0], middle[0], last[0])
 
     def _watch_parting(
-        self, oracle: Oracle, formula: Stencil, solved: Solved, start: Vector, rates: Sequence[Rate]
+        self, oracle: Oracle, formula: Stencil, solved: LowerResult, start: Vector, rates: Sequence[Rate]
     ) -> None:
         """Warn if the copies at -1 and 1 went apart as from a saddle or a maximum of g.
 

@@ -68,7 +68,7 @@ class FirstOrder(BilevelOptimizer):
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Run the lower steps, then return the direct gradient."""
-        here = inputs.run_lower_steps(oracle, self.lower_steps)
-        estimate = direct(here.oracle)
+        here, moved = inputs.run_lower_steps(oracle, self.lower_steps)
+        estimate = direct(here)
         oracle.session.note_reached(estimate.gradient)  # this method exists to show a zero direct gradient
-        return here.with_lower(estimate)
+        return estimate.with_lower(moved)

@@ -8,7 +8,7 @@ from ..hypergradient import Estimate
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.minimax import MinimaxOptimizer, danskin
 from ..optimizer.options import InitVar, count, flag, option
-from ..optimizer.step import LOWER, UPPER, Draw, DrawInputs, LowerResult, StepInputs
+from ..optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs
 from ..oracle.oracle import Oracle
 from ..problem.vector import Vector
 
@@ -77,10 +77,10 @@ class GDA(MinimaxOptimizer):
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Run the ascent steps, and return the gradient in x at the last of them or after it."""
         together = self.simultaneous and self.lower_steps > 0
-        here = inputs.run_lower_steps(oracle, self.lower_steps - together)
+        here, moved = inputs.run_lower_steps(oracle, self.lower_steps - together)
         rule, _ = inputs.solver_for(oracle.y)
         if not together:
-            return here.with_lower(danskin(here.oracle, rule))
+            return danskin(here, rule).with_lower(moved)
         sample, found = oracle.f.draw(once=rule.evaluates_once), []
 
         def ascent(y: Vector) -> tuple[Tensor, Vector]:
@@ -88,6 +88,6 @@ class GDA(MinimaxOptimizer):
             found.append(Estimate(loss, grad_x, {"lower_residual": rule.residual(y, -grad_y)}))
             return -loss, -grad_y
 
-        solved = rule.step(here.oracle.y, here.solver, ascent)
-        oracle.checks.finite("lower_grad", solved.y)
-        return LowerResult(oracle.at(lower=solved.y), solved.memory, here.diagnostics).with_lower(found[0])
+        last = rule.step(here.y, moved.memory, ascent)
+        oracle.checks.finite("lower_grad", last.y)
+        return found[0].with_lower(last._replace(diagnostics=moved.diagnostics))

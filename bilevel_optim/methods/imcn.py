@@ -134,8 +134,8 @@ class iMCN(MinimaxOptimizer):
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Run the ascent steps, and return the gradient whose step minimises the cubic model there."""
         inputs = replace(inputs, solver=None) if self._own_solver else inputs
-        here = inputs.run_lower_steps(oracle, self.lower_steps)
-        point, rates = here.oracle, inputs.upper_rates
+        point, moved = inputs.run_lower_steps(oracle, self.lower_steps)
+        rates = inputs.upper_rates
         with point.upper_system(point.f.draw()) as system:
             model = _CubicModel(point, system, self.cubic, self.linear_steps)
             s = model.cauchy_point()
@@ -148,9 +148,8 @@ class iMCN(MinimaxOptimizer):
                 s = model.descended(s, rates, 10 * self.cubic_steps)
         oracle.checks.finite("hvp", s)
         gradient = s * [-1 / rate if rate > 0 else 0.0 for rate in rates]
-        estimate = here.with_lower(
-            Estimate(system.loss, gradient, {"model_decrease": decrease}, numbers={"ending": ending})
-        )
+        estimate = Estimate(system.loss, gradient, {"model_decrease": decrease}, numbers={"ending": ending})
+        estimate = estimate.with_lower(moved)
         return replace(estimate, solver=None if self._own_solver else estimate.solver)
 
     def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:

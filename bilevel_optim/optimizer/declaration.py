@@ -53,6 +53,7 @@ class MethodInfo:
         responds: the estimate relies on y's response to x in the lower loss (never with ``initial``).
         doors: ways besides the losses by which the estimate lets x reach y, see "How x reaches y" in CONTRIBUTING.md.
         difference_step: name of the option that is the step of finite differences, if there is one.
+        fixed_length: name of the option with which each step moves x by the length lr, if there is one.
     """
 
     paper: str
@@ -76,6 +77,7 @@ class MethodInfo:
     responds: bool = True
     doors: frozenset[str] = frozenset()
     difference_step: str = ""
+    fixed_length: str = ""
 
     def __post_init__(self) -> None:
         """Raise ValueError for an unknown word."""

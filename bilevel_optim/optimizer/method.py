@@ -41,7 +41,7 @@ from ..problem.parameters import (
 )
 from ..problem.random import draw_random_inputs
 from ..problem.tasks import LowerInit, task_count
-from ..problem.vector import Vector
+from ..problem.vector import Vector, any_sharded
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import GROWS, LED_AWAY, LowerRules
 from ..tracing import is_tracing
@@ -84,7 +84,7 @@ from .options import (
     texts_of_arguments,
     texts_of_options,
 )
-from .progress import DIVERGES, STILL, StepLength, step_length, watch_losses, watch_moves
+from .progress import DIVERGES, STILL, StepLength, watch_losses, watch_moves
 from .step import (
     CURVATURE,
     FACTOR,
@@ -92,7 +92,6 @@ from .step import (
     DrawInputs,
     Groups,
     StepInputs,
-    StepResults,
     TaskDraw,
     Update,
     of_tasks,
@@ -321,7 +320,7 @@ class Method(Options, Optimizer, ABC):
         self._run_state.buffers.expect((upper, lower))
         groups = groups or by_level(self.param_groups)
         x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
-        session, names = self._run_state.session(self._oracle_options), lambda: names_of(self.param_groups)
+        session, names = Session.after(self._run_state, self._oracle_options), lambda: names_of(self.param_groups)
         require_callable((*x, *y), names)
         session.one_by_one, session.hooked = why_one_by_one(self._run_state.buffers.modules), any_hooks(y)
         return Oracle(x, y, f, g, names=names, session=session)
@@ -415,7 +414,9 @@ class Method(Options, Optimizer, ABC):
             "upper_solver": None if self._upper_rules is None else upper.solver,
         }
 
-    def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
+    def _compute(
+        self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool
+    ) -> tuple[Estimate, Update | None]:
         """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
         losses, known = self._losses(oracle, tasks), oracle.session.found.derivatives
         new_losses = losses not in known and len(known) < MOST_CHECKS
@@ -432,7 +433,7 @@ class Method(Options, Optimizer, ABC):
         if update:
             with torch.set_grad_enabled(False):
                 new = self.update(oracle.x, estimate.gradient, inputs.after(estimate))
-        return StepResults(estimate, new)
+        return estimate, new
 
     def _losses(self, oracle: Oracle, tasks: Any) -> tuple[Any, ...]:
         """Return what identifies the losses of a step: code, parameters, mode of modules, and the kind of problem."""
@@ -543,7 +544,7 @@ class Method(Options, Optimizer, ABC):
         """True if the method makes Hessian-vector products by second derivatives."""
         return self.declared.second_order and self._oracle_options.hvp == "exact"
 
-    def _step_writes(self, oracle: Oracle, results: StepResults) -> list[Action]:
+    def _step_writes(self, oracle: Oracle, results: tuple[Estimate, Update | None]) -> list[Action]:
         """Return the writes of a step's results, ``.grad`` of x included."""
         (estimate, update), session = results, oracle.session
         numbers = estimate.numbers if update is None else {**estimate.numbers, **update.numbers}
@@ -615,7 +616,15 @@ class Method(Options, Optimizer, ABC):
     def _slope(self) -> StepLength | None:
         """Return the gradient and the rate of x in the last step; None for sharded parameters."""
         groups = by_level(self.param_groups)["upper"]
-        return step_length(groups, by_optimizer=self._upper_factory is not None, fixed_length=self._given_length)
+        tensors = [p for group in groups for p in group["params"]]
+        if any_sharded(tensors):
+            return None
+        size = float(Vector(p.new_zeros(1) if p.grad is None else p.grad for p in tensors).norm())
+        lr, option = max(float(group["lr"]) for group in groups), self.declared.fixed_length
+        fixed = bool(option and getattr(self, option))
+        if self._upper_factory is not None:  # an optimizer may move each entry by its rate
+            return StepLength(size, lr, lr * sum(t.numel() for t in tensors) ** 0.5, fixed)
+        return StepLength(size, lr, lr if fixed else lr * size, fixed)
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -646,7 +655,8 @@ class Method(Options, Optimizer, ABC):
 
     def _update_writes(self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]) -> list[Action]:
         """Return the writes of an update of x and of plain numbers; ``numbers`` are the estimate's."""
-        writes = writes_of_update(self.state, moved, partial(self.parameters, "lower"), update)
+        y = [] if update.lower is None else self.parameters("lower")
+        writes = writes_of_update(self.state, moved, y, update, update.lower)
         return [*writes, partial(vars(self).update, numbers={**self.numbers, **numbers, **update.numbers})]
 
     def parameters(self, level: str) -> list[Tensor]:
@@ -765,11 +775,6 @@ class Method(Options, Optimizer, ABC):
 
     def _finished(self) -> bool:
         """Return True if the run has ended, so that ``step`` only returns the last loss."""
-        return False
-
-    @property
-    def _given_length(self) -> bool:
-        """True if the length of a step of x is lr, independent of the gradient's."""
         return False
 
     def _static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:

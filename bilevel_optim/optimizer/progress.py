@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import warn
-from ..problem.vector import Vector, any_sharded
+from ..problem.vector import Vector
 
-__all__ = ["DIVERGES", "STILL", "StepLength", "UpperTrend", "step_length", "watch_losses", "watch_moves"]
+__all__ = ["DIVERGES", "STILL", "StepLength", "UpperTrend", "watch_losses", "watch_moves"]
 
 STILL = 20  # number of the step that checks whether x and y move
 CALIBRATION = 2  # losses after the first that set the scale of losses
@@ -33,24 +33,6 @@ class StepLength(NamedTuple):
     lr: float
     length: float
     fixed_length: bool
-
-
-def step_length(groups: Sequence[Mapping[str, Any]], *, by_optimizer: bool, fixed_length: bool) -> StepLength | None:
-    """Return the gradient and the rate of x in the last step; None for sharded parameters.
-
-    Args:
-        groups: the upper groups.
-        by_optimizer: True if an optimizer moves x, so that each entry may move by the rate.
-        fixed_length: True if the length of a step of x is the rate, independent of the gradient's.
-    """
-    tensors = [p for group in groups for p in group["params"]]
-    if any_sharded(tensors):
-        return None
-    size = float(Vector(p.new_zeros(1) if p.grad is None else p.grad for p in tensors).norm())
-    lr = max(float(group["lr"]) for group in groups)
-    if by_optimizer:
-        return StepLength(size, lr, lr * sum(t.numel() for t in tensors) ** 0.5, fixed_length)
-    return StepLength(size, lr, lr if fixed_length else lr * size, fixed_length)
 
 
 @dataclass
@@ -88,10 +70,6 @@ class UpperTrend:
     early: float = 0.0
     settled: float = math.inf
     promised: float = 0.0
-
-    def asks(self, number: int) -> bool:
-        """Return True if, with so many more losses, the decrease promised by the last move of x is needed."""
-        return self.count < WINDOW or len(self.window) + number >= WINDOW
 
     def note_loss(self, loss: float) -> bool:
         """Note a loss; return True if it is the second in a row that is far above the first, or if moves of x did that.
@@ -163,8 +141,9 @@ def watch_losses(
     # Reading a loss on a device waits for the device.
     looks = losses.is_cpu or steps % LOOKS < losses.numel()
     values = [] if not looks else losses.tolist() if losses.dim() else [losses.item()]
-    if values and trend.asks(len(values)) and (here := slope()) is not None:
-        trend.promised += here.norm * here.length * (len(values) if trend.count < WINDOW else max(len(values), WINDOW))
+    begins, ends = trend.count < WINDOW, len(trend.window) + len(values) >= WINDOW  # a window of losses
+    if values and (begins or ends) and (here := slope()) is not None:
+        trend.promised += here.norm * here.length * (len(values) if begins else max(len(values), WINDOW))
     for loss in values:
         if trend.note_loss(loss) and "growing upper loss" not in warned:
             warned.add("growing upper loss")

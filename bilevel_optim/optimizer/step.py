@@ -17,7 +17,7 @@ from ..problem.parameters import Rate, rates_of
 from ..problem.tasks import LowerInit
 from ..problem.vector import Vector
 from ..pytree import replace, values
-from ..solvers.lower import LowerRule, Memory
+from ..solvers.lower import LowerResult, LowerRule, Memory
 
 __all__ = [
     "CURVATURE",
@@ -27,10 +27,8 @@ __all__ = [
     "Draw",
     "DrawInputs",
     "Groups",
-    "LowerResult",
     "Start",
     "StepInputs",
-    "StepResults",
     "TaskDraw",
     "Update",
     "of_tasks",
@@ -194,70 +192,44 @@ class StepInputs(DrawInputs):
         rule = self.rule(like)
         return rule, rule.fresh() if self.solver is None else self.solver
 
-    def run_lower_steps(self, oracle: Oracle, steps: int, *, tol: float = 0.0) -> LowerResult:
-        """Return the result of lower steps from the oracle's point, each on its own lower sample."""
+    def run_lower_steps(self, oracle: Oracle, steps: int, *, tol: float = 0.0) -> tuple[Oracle, LowerResult]:
+        """Make lower steps from the oracle's point, each on its own lower sample; return the oracle at the end too."""
         rule, memory = self.solver_for(oracle.y)
 
         def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
             sample = oracle.g.draw(once=rule.evaluates_once)
             return lambda y: oracle.at(lower=y).lower(sample)
 
-        solved = rule.run(oracle.y, memory, steps, draw, tol)
-        if solved.projected is not None:
-            require_interior(oracle, rule, solved.projected)
-        if solved.gradient is None:
-            return LowerResult(oracle, solved.memory, {}, True)
-        oracle.checks.finite("lower_grad", solved.y)
-        told = solved.watched(oracle.session, rule, oracle.y, steps)
-        return LowerResult(oracle.at(lower=solved.y), solved.memory, told, rule.plain)
+        result = rule.run(oracle.y, memory, steps, draw, tol)
+        if result.gradient is None:
+            return oracle, result._replace(plain=True)
+        require_interior(oracle, rule, result.projected)
+        oracle.checks.finite("lower_grad", result.y)
+        told = result.watched(oracle.session, rule, oracle.y, steps)
+        # Without the gradient, whose memory the estimate may need.
+        kept = result._replace(gradient=None, mapping=None, plain=rule.plain, diagnostics=told)
+        return oracle.at(lower=kept.y), kept
 
-    def step_along(self, oracle: Oracle, gradient: Vector) -> LowerResult:
-        """Return the result of one lower step from the oracle's point along this gradient."""
+    def step_along(self, oracle: Oracle, gradient: Vector) -> tuple[Oracle, LowerResult]:
+        """Make one lower step from the oracle's point along this gradient; return the oracle at the end too."""
         rule, memory = self.solver_for(oracle.y)
-        solved = rule.step(oracle.y, memory, lambda _: (None, gradient))
-        if solved.projected is not None:
-            require_interior(oracle, rule, solved.projected)
-        oracle.checks.finite("lower_grad", solved.y)
-        return LowerResult(
-            oracle.at(lower=solved.y),
-            solved.memory,
-            {"lower_residual": rule.residual(oracle.y, gradient)},
-            rule.plain,
-        )
+        result = rule.step(oracle.y, memory, lambda _: (None, gradient))
+        require_interior(oracle, rule, result.projected)
+        oracle.checks.finite("lower_grad", result.y)
+        told = {"lower_residual": rule.residual(oracle.y, gradient)}
+        kept = result._replace(gradient=None, mapping=None, plain=rule.plain, diagnostics=told)
+        return oracle.at(lower=kept.y), kept
 
 
-def require_interior(oracle: Oracle, rule: LowerRule, projected: Tensor) -> None:
+def require_interior(oracle: Oracle, rule: LowerRule, projected: Tensor | None) -> None:
     """Refuse a y that a projection has moved, if the method assumes a stationary point."""
-    if rule.limits.interior:
+    if projected is not None and rule.limits.interior:
         oracle.checks.refuse(
             "lower_projection holds y where the gradient of the lower loss does not vanish, and there the implicit "
             "hypergradient is wrong; use ITD, which differentiates the projection, or F2SA or PZOBO, which need no "
             "derivative of it (or more lower steps, if y only passes there)",
             projected,
         )
-
-
-class LowerResult(NamedTuple):
-    """Result of lower steps.
-
-    Attributes:
-        oracle: oracle at the improved y.
-        solver: state of the lower optimizer there.
-        diagnostics: the last lower gradient, reported by its norm, and its growth.
-        plain: the lower optimizer's state has not changed.
-    """
-
-    oracle: Oracle
-    solver: Memory
-    diagnostics: Mapping[str, Any]
-    plain: bool = False
-
-    def with_lower(self, estimate: Estimate) -> Estimate:
-        """Add y, the lower optimizer's state and missing diagnostics to an estimate made at this point."""
-        together = {**self.diagnostics, **estimate.diagnostics}
-        solver = None if self.plain else self.solver
-        covers = estimate.covers_all_vectors and self.plain  # a sign step hides a non-finite gradient
-        return replace(estimate, lower=self.oracle.y, solver=solver, diagnostics=together, covers_all_vectors=covers)
 
 
 @values
@@ -279,15 +251,3 @@ class Update:
     lower: Vector | None = None
     writes: tuple[Write, ...] = ()
     solver: Memory | None = None
-
-
-class StepResults(NamedTuple):
-    """Results of a step.
-
-    Attributes:
-        estimate: the hypergradient, with the improved y and the new state.
-        update: the new x; None: x does not change.
-    """
-
-    estimate: Estimate
-    update: Update | None

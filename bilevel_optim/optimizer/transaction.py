@@ -21,10 +21,9 @@ from ..hypergradient import Estimate
 from ..hypergradient.estimate import Write
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
-from ..oracle.session import COUNTERS, EvaluationOptions, LossFacts, LowerTrend, Session
+from ..oracle.session import COUNTERS, LossFacts, LowerTrend, Session
 from ..problem.random import default_state, set_default_state
 from ..problem.vector import Vector, is_sharded
-from ..pytree import replace
 from ..solvers.lower import Memory
 from .progress import UpperTrend
 from .step import Update
@@ -256,20 +255,13 @@ def writes_of(
         writes.append(partial(remember_solver, state, y, estimate.solver))
     if update is not None:
         lower = estimate.lower if update.lower is None else update.lower
-        return writes + _writes_of_values(state, x, y, update, lower)
+        return writes + writes_of_update(state, x, y, update, lower)
     if estimate.lower is not None:
         writes.append(partial(_write_values, Vector(y), estimate.lower))  # last, because the state may hold the old y
     return writes
 
 
 def writes_of_update(
-    state: State, moved: Sequence[Tensor], lower: Callable[[], Sequence[Tensor]], update: Update
-) -> list[Action]:
-    """Return the writes of an update of x; ``lower`` returns the live lower tensors."""
-    return _writes_of_values(state, moved, () if update.lower is None else lower(), update, update.lower)
-
-
-def _writes_of_values(
     state: State, x: Sequence[Tensor], y: Sequence[Tensor], update: Update, lower: Vector | None
 ) -> list[Action]:
     """Return the writes of an update of x and of a new y; values last, because the state may hold the old ones."""
@@ -461,10 +453,6 @@ class RunState:
         if kinds != self.kinds:
             recast(state, parameters, self.kinds, kinds)
             self.kinds = kinds
-
-    def session(self, options: EvaluationOptions) -> Session:
-        """Return the bookkeeping of a new step."""
-        return Session(options, replace(self.found), self.buffers, warned=set(self.warned), trend=replace(self.trend))
 
     def after(self, session: Session, loss: Tensor) -> dict[str, Any]:
         """Return the attributes' values after a step."""

@@ -108,11 +108,11 @@ class Oracle(Point):
             yield _by_parts(self, sample.parts, gradient)
         elif self.session.options.graphs_outlast:  # Dynamo is slow to trace a solver within the block
             with self.evaluating() as (x, y):
-                graph = self._lower_graph(sample, x, y)
+                graph = self._graph("lower", sample, x, y, y)
             yield self._by_graph(*graph, x, gradient)
         else:
             with self.evaluating() as (x, y):
-                yield self._by_graph(*self._lower_graph(sample, x, y), x, gradient)
+                yield self._by_graph(*self._graph("lower", sample, x, y, y), x, gradient)
 
     def system_sample(self) -> Sample:
         """Return the next sample of g for one `lower_system`, marked ``once`` if products do not evaluate it again."""
@@ -128,7 +128,7 @@ class Oracle(Point):
         if sample.parts is not None:
             return _by_parts(self, sample.parts, True)
         with self.evaluating() as (x, y):
-            graph = self._lower_graph(sample, x, y)
+            graph = self._graph("lower", sample, x, y, y)
             return self._by_graph(*graph, x, True, kept=True)
 
     def lower_matrices(self, sample: Sample) -> tuple[Vector, Tensor, Tensor]:
@@ -148,7 +148,7 @@ class Oracle(Point):
             with self.evaluating() as (x, y):
                 if self.sharded:
                     raise ValueError(SHARDED)
-                gradients, loss, _ = self._lower_graph(sample, x, y)
+                gradients, loss, _ = self._graph("lower", sample, x, y, y)
                 variables = Vector((*x, *y))
                 loss, gradient = self.results("lower_grad", loss, (self._constant(gradients, self.y), self.y))
 
@@ -175,16 +175,10 @@ class Oracle(Point):
 
     # ------------------------------------------------------------------------------------------------------- graphs
 
-    def _lower_graph(self, sample: Sample, x: Vector, y: Vector) -> tuple[Gradients, Tensor, Vector]:
-        """Return the gradient of g in y, with a graph, at the placed point; g; and y (full if sharded)."""
-        graph = self._graph("lower", sample, x, y, y)
-        self.session.require_reached(graph[0], self.lower_names)
-        return graph
-
     def _graph(
         self, level: str, sample: Sample, x: Vector, y: Vector, variables: Vector
     ) -> tuple[Gradients, Tensor, Vector]:
-        """Return the gradient of a loss in variables, with a graph to differentiate again; the loss; the variables."""
+        """Return the gradient of a loss in variables, with a graph; the loss; the variables (full if sharded)."""
         found = self.session.found
         try:
             with plain_operations() if found.fused and not is_tracing() else nullcontext():
@@ -201,10 +195,12 @@ class Oracle(Point):
                 gradients = self.differentiate(loss, variables, graph=True)
                 if self.sharded:
                     self.session.gathered.require_kept()
-                return gradients, loss, variables
         except (RuntimeError, NotImplementedError) as error:
             explain_second(error)
             raise
+        if level == "lower":
+            self.session.require_reached(gradients, self.lower_names)
+        return gradients, loss, variables
 
     def _by_graph(
         self, gradients: Gradients, loss: Tensor, y: Vector, x: Vector, gradient: bool, *, kept: bool = False

@@ -285,15 +285,12 @@ class Point:
 
     # ------------------------------------------------------------------------------------------------ derivatives
 
-    def upper(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
-        """Return the value of f, its gradient in x and its gradient in y, from one backward pass."""
-        return self._jointly("upper", sample)
-
     def lower_jointly(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
-        """Return the same for g; counts as a lower gradient."""
-        return self._jointly("lower", sample)
+        """Return the value of g and both its gradients, as `upper` does for f; counts as a lower gradient."""
+        return self.upper(sample, "lower")
 
-    def _jointly(self, level: str, sample: Sample) -> tuple[Tensor, Vector, Vector]:
+    def upper(self, sample: Sample, level: str = "upper") -> tuple[Tensor, Vector, Vector]:
+        """Return the value of f (with ``level``, of g) and its gradients in x and in y, from one backward pass."""
         with self.evaluating() as (x, y):
             loss, gradients = self.slopes(level, sample, x, y, (*x, *y))
         if gradients[0] is None and all(gradient is None for gradient in gradients):

@@ -505,8 +505,7 @@ ORDER = ("y", "x", "lanes", "yy", "xy")  # a wrong gradient is the cause of wron
 def _apart(oracle: Oracle, session: Session) -> Oracle:
     """Return an oracle at the same point with bookkeeping of its own, whose ranks do not wait for each other."""
     other = oracle.at()
-    options = replace(session.options, hvp="exact")
-    other.session = session.renewed(options)
+    other.session = Session.after(session, replace(session.options, hvp="exact"))
     other.checks, other.shared, other._features = other.session.checks, False, {}
     return other
 

@@ -110,7 +110,8 @@ class Checks:
         by default all vectors are checked. Keys for which ``quiet`` is true give no warning.
         """
         # A norm is cheap, and not finite if an entry is not; `_require_finite` recognises a mere overflow.
-        signs = _norms([t for *_, vector in self._finite for t in vector] if shown is None else shown)
+        tensors = [t for *_, vector in self._finite for t in vector] if shown is None else shown
+        signs = [Vector([t]).norm() for t in tensors] if any_sharded(tensors) else Vector(tensors).norms()
         for *_, value in self._scalars:
             signs.append(value)
         if not self._alerts:
@@ -326,9 +327,10 @@ class Session:
         """Full parameters of sharded modules."""
         return Gathered()
 
-    def renewed(self, options: EvaluationOptions) -> Session:
-        """Return a session for another step, with copies of these facts."""
-        return Session(options, replace(self.found), self.buffers, warned=set(self.warned), trend=replace(self.trend))
+    @classmethod
+    def after(cls, known: Any, options: EvaluationOptions) -> Session:
+        """Return the bookkeeping of another step, with copies of what a session or the state of a run knows."""
+        return cls(options, replace(known.found), known.buffers, warned=set(known.warned), trend=replace(known.trend))
 
     def note_use(self, level: str, point: Any, sample: Sample) -> None:
         """Note the first point and sample at which a step takes a derivative of a loss, if these are asked for."""
@@ -489,12 +491,6 @@ def reaches(loss: Tensor, tensors: Sequence[Tensor]) -> bool:
                 seen.add(parent)
                 stack.append(parent)
     return False
-
-
-def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    if any_sharded(tensors):
-        return [Vector([t]).norm() for t in tensors]
-    return Vector(tensors).norms()
 
 
 def _itself(on: Any) -> Any:

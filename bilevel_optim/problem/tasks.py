@@ -187,7 +187,7 @@ class TensorTasks:
 
 
 class StandIn:
-    """Replacement of a sampler of tasks.
+    """Replacement of a sampler of tasks, which draws as that does.
 
     Args:
         source: the replaced sampler.
@@ -195,6 +195,15 @@ class StandIn:
 
     def __init__(self, source: Any) -> None:
         self.source = source
+
+    def sample(self, n: int, generator: Any) -> Any:
+        return self.source.sample(n, generator)
+
+    def lower(self, tasks: Any, n: Any, generator: Any) -> Any:
+        return self.source.lower(tasks, n, generator)
+
+    def upper(self, tasks: Any, n: Any, generator: Any) -> Any:
+        return self.source.upper(tasks, n, generator)
 
 
 def draw_whole(tasks: Any, draw: Whole, random_inputs: Mapping[str, Any]) -> Any:

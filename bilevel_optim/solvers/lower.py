@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +27,10 @@ __all__ = [
     "LED_AWAY",
     "NOT_ELEMENTWISE",
     "NO_END",
+    "LowerResult",
     "LowerRule",
     "LowerRules",
     "Memory",
-    "Solved",
     "gradient_dot",
     "is_known",
     "largest_rate",
@@ -72,7 +73,7 @@ NUMBER = (
 )
 
 
-class Solved(NamedTuple):
+class LowerResult(NamedTuple):
     """Result of lower steps.
 
     Attributes:
@@ -88,6 +89,8 @@ class Solved(NamedTuple):
         size: norm of the gradient (of ``mapping``, if there is one), for stacked copies one each, if it was asked for
             with the step. A part of a graph then need not return the gradient, which takes longer to write than to
             read.
+        plain: the optimizer's state is known not to have changed.
+        diagnostics: what `watched` has found, if it belongs in an estimate.
     """
 
     y: Vector
@@ -98,6 +101,8 @@ class Solved(NamedTuple):
     mapping: Vector | None = None
     turn: Tensor | None = None
     size: Tensor | None = None
+    plain: bool = False
+    diagnostics: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def residual(self) -> Vector | None:
@@ -257,7 +262,7 @@ class LowerRule:
         """Return the initial state."""
         return copy.deepcopy(self._initial) if any(self._initial) else [{} for _ in self._initial]
 
-    def step(self, y: Vector, memory: Memory, gradient: Gradient, *, sized: bool = False) -> Solved:
+    def step(self, y: Vector, memory: Memory, gradient: Gradient, *, sized: bool = False) -> LowerResult:
         """Make one step on the gradients that ``gradient`` evaluates, at y or where the optimizer asks for them.
 
         ``sized``: compute the norm of the last one too.
@@ -280,7 +285,7 @@ class LowerRule:
         moved = y - self.limits.projected(y.descended(gradient, rates), self.lead)
         return Vector((t / rate).to(t.dtype) for t, rate in zip(moved, rates, strict=True))
 
-    def _limited(self, y: Vector, memory: Memory, gradient: Gradient, sized: bool) -> Solved:
+    def _limited(self, y: Vector, memory: Memory, gradient: Gradient, sized: bool) -> LowerResult:
         last: list[Vector] = []
 
         def clipped(at: Vector) -> tuple[Tensor | None, Vector]:
@@ -291,29 +296,31 @@ class LowerRule:
         new, memory, *_ = self._step(y, memory, clipped)
         end = self.limits.projected(new, self.lead)
         if self.limits.projection is None:
-            return Solved(end, memory, last[0])
-        return Solved(end, memory, last[0], changes(new, end), mapping=self.residual(y, last[0]) if sized else None)
+            return LowerResult(end, memory, last[0])
+        return LowerResult(
+            end, memory, last[0], changes(new, end), mapping=self.residual(y, last[0]) if sized else None
+        )
 
-    def _step(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
+    def _step(self, y: Vector, memory: Memory, gradient: Gradient) -> LowerResult:
         groups, kind = self.optimizer.param_groups, self.kind
         if self.plain:
             _, slope = gradient(y)
-            return Solved(y.descended(slope, self.rates), memory, slope)
+            return LowerResult(y.descended(slope, self.rates), memory, slope)
         each = [group for group in groups for _ in group["params"]]
         if kind is SGD:
             _, slope = gradient(y)
             pairs = [sgd(*one) for one in zip(each, y, memory, slope, strict=True)]
-            return Solved(Vector(value for value, _ in pairs), [state for _, state in pairs], slope)
+            return LowerResult(Vector(value for value, _ in pairs), [state for _, state in pairs], slope)
         if kind is AGD:
             ahead = [
                 torch.add(v, v - state["previous"], alpha=group["momentum"]) if "previous" in state else v
                 for group, v, state in zip(each, y, memory, strict=True)
             ]
             _, slope = gradient(Vector(ahead))
-            return Solved(Vector(ahead).descended(slope, self.rates), [{"previous": v} for v in y], slope)
+            return LowerResult(Vector(ahead).descended(slope, self.rates), [{"previous": v} for v in y], slope)
         return self._by_torch(y, memory, gradient)
 
-    def _by_torch(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
+    def _by_torch(self, y: Vector, memory: Memory, gradient: Gradient) -> LowerResult:
         """Make one step by the optimizer itself, on copies; in a trace by its differentiable form."""
         if is_tracing():
             if self.kind is Optimizer:
@@ -323,7 +330,7 @@ class LowerRule:
                 )
             _, slope = gradient(y)
             values, kept = updated(self.optimizer, y, memory, slope)
-            return Solved(Vector(values).detach(), kept, slope)
+            return LowerResult(Vector(values).detach(), kept, slope)
         for scratch, value, state in zip(self._scratch, y, memory, strict=True):
             if is_sharded(scratch):
                 Vector([scratch.detach()]).copy_([value])
@@ -353,7 +360,7 @@ class LowerRule:
                 if not is_sharded(scratch):
                     scratch.data = empty
             self.optimizer.state.clear()
-        return Solved(new, states, last[0])
+        return LowerResult(new, states, last[0])
 
     def run(
         self,
@@ -362,13 +369,13 @@ class LowerRule:
         steps: int,
         draw: Callable[[], Gradient],
         tol: float = 0.0,
-    ) -> Solved:
+    ) -> LowerResult:
         """Make several steps, each on a gradient function from ``draw``.
 
         With a positive ``tol``, which costs a host synchronisation per step, the first step whose gradient has at most
         that norm is the last one.
         """
-        solved = before = Solved(y, memory, None)
+        solved = before = LowerResult(y, memory, None)
         early = []
         with span("lower solve"):
             for k in range(steps):
@@ -388,7 +395,7 @@ def _together(norms: Tensor) -> Tensor:
     return norms.norm() if norms.dim() else norms
 
 
-def gradient_dot(before: Solved, last: Solved) -> Tensor | None:
+def gradient_dot(before: LowerResult, last: LowerResult) -> Tensor | None:
     """Return the inner product of the gradients of two steps; None in a trace, so that graphs need not return them."""
     if is_tracing() or before.gradient is None or last.gradient is None:
         return None

@@ -10,7 +10,7 @@ import torch
 from bilevel_optim import AGD, Vector
 from bilevel_optim.problem.parameters import rates_of
 from bilevel_optim.solvers.functional import updated
-from bilevel_optim.solvers.lower import LowerRule, Solved
+from bilevel_optim.solvers.lower import LowerResult, LowerRule
 from bilevel_optim.solvers.unrolling import can_be_unrolled, update_vjp
 
 from ..problems import close
@@ -264,7 +264,7 @@ def test_a_run_ends_with_the_step_that_found_a_small_gradient():
     assert (float(y[0]), float(gradient[0]), len(drawn)) == (1 / 8, 1 / 4, 3)
     y, _, gradient, *_ = rule.run(start, rule.fresh(), 10, draw)
     assert (float(y[0]), float(gradient[0]), len(drawn)) == (2.0**-10, 2.0**-9, 13)
-    assert rule.run(start, rule.fresh(), 0, draw) == Solved(start, [{}], None)
+    assert rule.run(start, rule.fresh(), 0, draw) == LowerResult(start, [{}], None)
 
 
 @pytest.mark.parametrize("factory", [torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS, AGD])

@@ -367,7 +367,7 @@ def test_an_exception_of_the_loss_is_raised_again():
 
 def test_findings_of_a_step_are_private_until_it_is_committed():
     known = Session().found
-    session = Session(found=known, warned={"a"}).renewed(EvaluationOptions())
+    session = Session.after(Session(found=known, warned={"a"}), EvaluationOptions())
     run(3, session=session, fails=ValueError("no"))
     session.warned.add("b")
     assert (session.found.fallback, known.fallback) == ("ValueError: no", None)

@@ -100,7 +100,7 @@ class ESMAML(Initialised, ZerothOrder):
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Return differences of the loss after paths that start at the perturbed initial point."""
-        self._initial(oracle)
+        self._learned_start(oracle)
         oracle.session.note_reached(oracle.x)  # where the paths start
         estimate, spent = (
             self._estimate_on_paths(oracle, inputs, full_zeroth_order, from_upper=True),

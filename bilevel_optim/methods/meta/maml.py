@@ -25,7 +25,7 @@ __all__ = ["ANIL", "FOMAML", "MAML", "Initialised", "iMAML"]
 class Initialised(BilevelOptimizer):
     """Base class of the methods whose lower solves start from the last upper parameters, one for each lower one."""
 
-    def _initial(self, oracle: Oracle) -> Vector:
+    def _learned_start(self, oracle: Oracle) -> Vector:
         """Return the upper tensors from which the lower ones start."""
         if any_sharded(oracle.y):
             raise ValueError(
@@ -44,10 +44,6 @@ class Initialised(BilevelOptimizer):
             )
         return Vector(start)
 
-    def _learned_start(self, oracle: Oracle) -> Vector:
-        """Return the initial point."""
-        return self._initial(oracle)
-
     def load_start(self) -> None:
         """Write the learned initial point into the live lower parameters, those of the model."""
         lower = Vector(self.parameters("lower"))
@@ -56,7 +52,7 @@ class Initialised(BilevelOptimizer):
     def _start_adaptation(self, oracle: Oracle, inputs: StepInputs) -> tuple[Oracle, StepInputs]:
         """Return the oracle at the start of adaptation, and inputs with a fresh lower optimizer."""
         start = Vector(
-            s.expand_as(t).to(t.dtype, copy=True) for s, t in zip(self._initial(oracle), oracle.y, strict=True)
+            s.expand_as(t).to(t.dtype, copy=True) for s, t in zip(self._learned_start(oracle), oracle.y, strict=True)
         )
         return oracle.at(lower=start), replace(inputs, solver=None, start=None)
 
@@ -188,7 +184,7 @@ class ANIL(MAML):
         doors=ITD.declared.doors,
     )
 
-    def _initial(self, oracle: Oracle) -> Vector:
+    def _learned_start(self, oracle: Oracle) -> Vector:
         """Return the initial head, which follows the body among the upper parameters."""
         if len(oracle.x) == len(oracle.y):
             raise ValueError(
@@ -196,7 +192,7 @@ class ANIL(MAML):
                 f"both levels ({len(oracle.y)}): pass the parameters of the body that the tasks share before them, "
                 "[*body.parameters(), *start]. To learn initial values only, use MAML"
             )
-        return super()._initial(oracle)
+        return super()._learned_start(oracle)
 
 
 class FOMAML(Initialised):
@@ -249,9 +245,9 @@ class FOMAML(Initialised):
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Return the gradient after adaptation, as if adaptation were the identity in the initial point."""
         oracle, inputs = self._start_adaptation(oracle, inputs)
-        here = inputs.run_lower_steps(oracle, self.lower_steps)
-        loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw(once=True))
-        return self._through_start(oracle, here.with_lower(Estimate(loss, grad_x)), grad_y)
+        here, moved = inputs.run_lower_steps(oracle, self.lower_steps)
+        loss, grad_x, grad_y = here.upper(oracle.f.draw(once=True))
+        return self._through_start(oracle, Estimate(loss, grad_x).with_lower(moved), grad_y)
 
 
 class iMAML(Initialised, AID):

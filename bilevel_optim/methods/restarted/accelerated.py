@@ -11,10 +11,11 @@ import torch
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer
 from ...optimizer.options import InitVar, choice, count, number, option
-from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, LowerResult, StepInputs, Update, replace
+from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, Update, replace
 from ...oracle.oracle import Oracle
 from ...problem.vector import Vector
 from ...solvers.agd import agd_or
+from ...solvers.lower import LowerResult
 from .restart import Momentum, Position, Progress, Restarted, iteration_property
 
 __all__ = ["Accelerated", "Perturbed"]
@@ -55,8 +56,8 @@ class Accelerated(Restarted, BilevelOptimizer):
         """Run the lower steps and return the hypergradient, both at the look-ahead point."""
         ahead = self._iteration.look_ahead(_point(oracle.x, inputs))
         now = ahead.progress
-        here = self._solved(oracle.at(upper=ahead.point), inputs, now.step == 0)
-        estimate = here.with_lower(self._hypergradient(here.oracle, inputs))
+        here, moved = self._run_solves(oracle.at(upper=ahead.point), inputs, now.step == 0)
+        estimate = self._hypergradient(here, inputs).with_lower(moved)
         return replace(
             estimate,
             solver=None if self._own_solver else estimate.solver,
@@ -80,15 +81,17 @@ class Accelerated(Restarted, BilevelOptimizer):
     def _hypergradient(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Return the estimate at the end of the lower steps."""
 
-    def _solved(self, oracle: Oracle, inputs: StepInputs, fresh: bool) -> LowerResult:
-        """Run the lower solves; the momentum of `AGD` is not carried from one solve to the next."""
-        zero = fresh and self.lower_restart == "zero"
-        here = LowerResult(oracle.at(lower=oracle.y.zeros_like()) if zero else oracle, [], {})
+    def _run_solves(self, oracle: Oracle, inputs: StepInputs, fresh: bool) -> tuple[Oracle, LowerResult]:
+        """Run the lower solves; return the oracle at their end too.
+
+        The momentum of `AGD` is not carried from one solve to the next.
+        """
+        here = oracle.at(lower=oracle.y.zeros_like()) if fresh and self.lower_restart == "zero" else oracle
         for steps in self._solves(fresh):
             inputs = replace(inputs, solver=None) if self._own_solver else inputs
-            here = inputs.run_lower_steps(here.oracle, steps, tol=self.lower_tol)
-            inputs = replace(inputs, solver=here.solver)
-        return here
+            here, moved = inputs.run_lower_steps(here, steps, tol=self.lower_tol)
+            inputs = replace(inputs, solver=moved.memory)
+        return here, moved
 
     def _solves(self, fresh: bool) -> list[int]:
         """Return the steps of each lower solve; an epoch begins with two solves."""

@@ -133,8 +133,8 @@ class MRBO(NeumannMethod):
             _, before_u = before.lower(zeta)
             u = u + (last.u - before_u) * (1 - cast("float", self.lower_beta))
             h = h + (last.h - self._hypergradient(before, samples, inputs).gradient) * (1 - self.beta)
-        here = inputs.step_along(oracle, u)
-        return here.with_lower(Recursion(oracle.x, oracle.y, h, u).estimate(estimate.loss, estimate.diagnostics))
+        _, moved = inputs.step_along(oracle, u)
+        return Recursion(oracle.x, oracle.y, h, u).estimate(estimate.loss, estimate.diagnostics).with_lower(moved)
 
 
 class SUSTAIN(MRBO):

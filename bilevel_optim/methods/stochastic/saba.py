@@ -140,7 +140,7 @@ class SABA(SingleLoop):
         g = _averaged(oracle, inputs, "lower", lower)
         residual = g.directions["product"] - f.directions["adjoint"]
         oracle.checks.finite("hvp", residual)
-        here = inputs.step_along(oracle, g.directions["lower"])
+        _, moved = inputs.step_along(oracle, g.directions["lower"])
         solution = {"linear_solution": v - residual * rates} if self.warm_start else {}
         estimate = Estimate(
             torch.stack(losses).mean(),
@@ -150,7 +150,7 @@ class SABA(SingleLoop):
             upper_memory={**f.upper_memory, **g.upper_memory},
             writes=(*f.writes, *g.writes),
         )
-        return here.with_lower(estimate)
+        return estimate.with_lower(moved)
 
 
 class _Averaged(NamedTuple):

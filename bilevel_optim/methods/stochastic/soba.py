@@ -101,7 +101,7 @@ class SOBA(SingleLoop):
         with oracle.lower_system(zeta) as system:
             cross, product = system.both(v)
         residual = product - grad_y
-        here = inputs.step_along(oracle, system.gradient)
+        _, moved = inputs.step_along(oracle, system.gradient)
         memory = {"linear_solution": v.descended(residual, rates)} if self.warm_start else {}
         estimate = Estimate(
             loss,
@@ -110,7 +110,7 @@ class SOBA(SingleLoop):
             memory,
             covers_all_vectors=self.warm_start,
         )
-        return here.with_lower(estimate)
+        return estimate.with_lower(moved)
 
 
 class FSLA(SingleLoop):
@@ -179,8 +179,7 @@ class FSLA(SingleLoop):
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Step y and v once, and update the recursion of the hypergradient there."""
-        here = inputs.run_lower_steps(oracle, 1)
-        point = here.oracle
+        point, moved = inputs.run_lower_steps(oracle, 1)
         v, residual, grad_y = self._linear_step(point, inputs)
         xi, zeta = oracle.f.draw(), oracle.g.draw()
         loss, h = _direct(point, xi, zeta, v)
@@ -195,7 +194,7 @@ class FSLA(SingleLoop):
             memory={"linear_solution": v, "previous": point.y},
             upper_memory={"direction": h, "previous": oracle.x},
         )
-        return here.with_lower(estimate)
+        return estimate.with_lower(moved)
 
     def _linear_step(self, oracle: Oracle, inputs: StepInputs) -> tuple[Vector, Vector, Vector]:
         """Return the next v, the residual of the last one, and the right-hand side."""

@@ -115,13 +115,13 @@ class SRBA(SingleLoop):
         loss, v, d = self._recursive(oracle, inputs, rates)
         d_y, d_v, d_x = Vector(d[:n]), Vector(d[n : 2 * n]), Vector(d[2 * n :])
         oracle.checks.finite("hvp", d_v)
-        here, new = inputs.step_along(oracle, d_y), self._inside(v - d_v * rates)
+        (_, moved), new = inputs.step_along(oracle, d_y), self._inside(v - d_v * rates)
         estimate = Estimate(loss, d_x, {"linear_residual": d_v})
         if self.warm_start:
             lower = {"previous": oracle.y, "previous_solution": v, "direction": d_y, "solution_direction": d_v}
             upper = {"previous": oracle.x, "direction": d_x}
             estimate = replace(estimate, memory={**lower, "linear_solution": new}, upper_memory=upper)
-        return here.with_lower(estimate)
+        return estimate.with_lower(moved)
 
     def _first(self, rates: list[float], f_y: Vector) -> Vector:
         """Return the first v, one step from zero."""

@@ -63,8 +63,8 @@ class NeumannMethod(BilevelOptimizer):
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Run the lower steps, then evaluate the series at their end."""
-        here = inputs.run_lower_steps(oracle, self._lower_step_count(inputs.steps))
-        return here.with_lower(self._hypergradient(here.oracle, self._samples(oracle, inputs), inputs))
+        here, moved = inputs.run_lower_steps(oracle, self._lower_step_count(inputs.steps))
+        return self._hypergradient(here, self._samples(oracle, inputs), inputs).with_lower(moved)
 
 
 class StocBiO(NeumannMethod):
@@ -186,12 +186,12 @@ class AmIGO(BilevelOptimizer):
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Run the lower steps, then steps on the linear system from its last solution."""
-        here = inputs.run_lower_steps(oracle, self.lower_steps)
+        here, moved = inputs.run_lower_steps(oracle, self.lower_steps)
         start = self._solution(inputs)
         samples = ImplicitSamples.draw(oracle, self.linear_steps - (start is None))
         solve = partial(linear.fixed_point, steps=self.linear_steps, lr=inputs.linear_rates(self.linear_lr))
-        estimate = stochastic_implicit(here.oracle, samples, solve, start)
-        return here.with_lower(estimate if self.warm_start else replace(estimate, memory={}))
+        estimate = stochastic_implicit(here, samples, solve, start)
+        return (estimate if self.warm_start else replace(estimate, memory={})).with_lower(moved)
 
     def _solution(self, inputs: DrawInputs) -> Vector | None:
         """Return v from the last step; None at the start."""

@@ -118,7 +118,7 @@ class VRBO(NeumannMethod):
             if not ends:
                 solved = rule.step(point.y, memory, partial(_along, last.u))
                 point, memory = point.at(lower=solved.y), solved.memory
-                if t == self.lower_steps - 1 and solved.projected is not None:
+                if t == self.lower_steps - 1:
                     require_interior(oracle, rule, solved.projected)
         oracle.checks.finite("lower_grad", point.y)
         if anchor:
