@@ -63,8 +63,8 @@ class Case(NamedTuple):
 NETWORK = {
     "aid": Case(
         bo.AID, {"lower_steps": T, "linear_solver": "fixed_point", "linear_steps": K},
-        lambda d, p: (T + K + 2) * p + 2 * d,
-        lambda d, p: (T + K + 2) * p + 2 * d, lambda d, p: (2 * (T + 2) + K + 1) * p,
+        lambda d, p: (T + K + 3) * p + 2 * d,
+        lambda d, p: (T + K + 3) * p + 2 * d, lambda d, p: (2 * (T + 2) + K + 2) * p,
     ),
     "f2sa": Case(
         bo.F2SA, {"lower_steps": T, "nu": 1e-2}, lambda d, p: 2 * T * p + d,
