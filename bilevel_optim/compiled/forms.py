@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from ..pytree import tree_flatten
 from .reasons import Refused
 
-__all__ = ["Form", "empty", "form_of", "form_of_tensor", "forms_of", "structure_of"]
+__all__ = ["DataForm", "Form", "empty", "form_of", "form_of_tensor", "structure_of"]
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -23,18 +24,51 @@ def form_of_tensor(t: Tensor) -> Form:
     return t.shape, t.stride(), t.dtype, t.device, t.requires_grad
 
 
-def forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
-    """Return the forms of tensors, to be compared with others; by functions in C, because every step does this."""
+class DataForm:
+    """The form of nested data, compared with others by functions in C, because every step does this.
+
+    Args:
+        structure: their structure, from `structure_of`.
+        tensors: their tensors.
+    """
+
+    def __init__(self, structure: Any, tensors: Sequence[Tensor]) -> None:
+        self.structure, self._forms = structure, _forms_of(tensors)
+        sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DataForm) and (self.structure, self._forms) == (other.structure, other._forms)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Return the form of nested data."""
+        tensors: list[Tensor] = []
+        return cls(structure_of(value, tensors), tensors)
+
+    def fits(self, structure: Any, tensors: Sequence[Tensor]) -> bool:
+        """Return True if other data have this form."""
+        return bool(structure == self.structure and self.alike(*tensors))
+
+    def alike(self, *tensors: Tensor) -> bool:
+        """Return True if as many tensors have the same forms."""
+        # Guards compare still more, and refuse a tensor that is there twice.
+        return self._guards.check(*tensors) or _forms_of(tensors) == self._forms
+
+
+def _forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
     return [*map(_ATTRIBUTES, tensors)], [*map(Tensor.stride, tensors)]
 
 
 _ATTRIBUTES = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
-def form_of(value: Any, tensors: list[Tensor] | None = None) -> tuple[Any, Any]:
-    """Return structure and forms of nested data, to be compared with others; append their tensors to a list."""
-    found = [] if tensors is None else tensors
-    return structure_of(value, found), forms_of(found)
+def form_of(value: Any) -> tuple[Any, Any]:
+    """Return structure and forms of nested data, to be compared with others, also in a trace."""
+    tensors: list[Tensor] = []
+    return structure_of(value, tensors), _forms_of(tensors)
 
 
 def structure_of(value: Any, tensors: list[Tensor]) -> Any:

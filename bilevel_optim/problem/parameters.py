@@ -44,6 +44,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 LEVELS = ("upper", "lower")
 COMPUTES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # types of parameters
 OF_SGD = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")  # options of torch.optim.SGD besides lr
+_OF_SGD = frozenset(OF_SGD)
 
 
 def require(name: str, value: object, valid: bool, wording: str = "Invalid {name} value: {value}") -> None:
@@ -154,7 +155,7 @@ def has_options_of_sgd(groups: Iterable[Mapping[str, Any]], own: Mapping[str, st
     found = False
     for group in groups:
         level = group["level"]
-        for name in OF_SGD:
+        for name in () if _OF_SGD.isdisjoint(group) else OF_SGD:
             if group.get(name):
                 if own[level]:
                     raise ValueError(
