@@ -204,7 +204,7 @@ NAMES = [
         "a public way to ask for the stance",
     ),
     Name(
-        "torch._dynamo.mutation_guard.GenerationTracker",
+        "torch._dynamo.mutation_guard.GenerationTracker.generation",
         "compiled/reading.py",
         "CUDA graphs tell steps apart by it, as by a call of what torch.compile returns",
         "torch.compiler.cudagraph_mark_step_begin, which ends all other graphs of the process too",
@@ -229,9 +229,9 @@ NAMES = [
     ),
     Name(
         "torch._C._set_grad_enabled",
-        "compiled/rewrites.py oracle/doors.py",
+        "compiled/rewrites.py compiled/steps.py oracle/doors.py",
         "a node of Dynamo's graphs, which is taken out of custom autograd functions; a function under no_grad is "
-        "called with a graph, to see whether its result depends on x",
+        "called with a graph, to see whether its result depends on x; a small step without gradients",
         "nothing, once Dynamo's function has right second derivatives; a public mode that keeps gradients on",
     ),
     Name(

@@ -50,7 +50,10 @@ class DataForm:
 
     def fits(self, structure: Any, tensors: Sequence[Tensor]) -> bool:
         """Return True if other data have this form."""
-        return bool(structure == self.structure and self.alike(*tensors))
+        if structure != self.structure or not self.alike(*tensors):
+            return False
+        self.structure = structure  # what is the same object is compared at once
+        return True
 
     def alike(self, *tensors: Tensor) -> bool:
         """Return True if as many tensors have the same forms."""

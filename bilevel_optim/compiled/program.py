@@ -143,7 +143,7 @@ class StepReader:
         with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             if self._together is not None and (both := self._together.known(losses)) is not None:
                 return both
-            readings = look(lambda: [reader.known(losses) for reader in self.readers])  # one switch of Dynamo for all
+            readings = look(_look, self.readers, losses)  # one switch of Dynamo for all
         found = self._find(readings)
         return None if found is None else (found, [t for reading in readings for t in reading.tensors])
 
@@ -287,6 +287,10 @@ class StepReader:
         if form_of(before[0]) != form_of(after[0]):
             return None
         return [place(new) for new in after[0] if isinstance(new, Tensor)]
+
+
+def _look(readers: Sequence[Reader], losses: Mapping[str, Any]) -> list[Reading]:
+    return [reader.known(losses) for reader in readers]
 
 
 class _Early(NamedTuple):

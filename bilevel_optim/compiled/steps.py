@@ -169,7 +169,7 @@ class CompiledSteps:
         program, arguments = ready
         enabled = torch.is_grad_enabled()
         try:
-            torch.set_grad_enabled(False)
+            torch._C._set_grad_enabled(False)
             call = program(arguments) if self._moves_on_host else program.once(arguments)
             entry.uses += 1
             values, writer = call.values, program.writer
@@ -177,7 +177,7 @@ class CompiledSteps:
             if sound:
                 self._write(entry, program, call, values, update)
         finally:
-            torch.set_grad_enabled(enabled)
+            torch._C._set_grad_enabled(enabled)
         loss: Tensor = values[writer.loss]
         if sound:
             return loss
@@ -282,8 +282,8 @@ class CompiledSteps:
         found += map(id, buffers)
         for hooks in HOOKS:
             found.append(sum([getattr(hook, "__module__", "") != unnoted.__module__ for hook in [*hooks.values()]]))
-        hooked = any(HOOKS) or any([p._backward_hooks is not None for group in groups for p in group["params"]])
-        if not hooked:  # a dict of hooks may change
+        hooked = [hooks for group in groups for _, hooks in map(_ATTRIBUTES, group["params"]) if hooks is not None]
+        if not (hooked or any(HOOKS)):  # a dict of hooks may change
             self._last = objects, found
         return found
 
