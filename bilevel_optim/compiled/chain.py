@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ def _parts(batches: Sequence[Any], forms: Sequence[DataForm]) -> Sequence[Sequen
     form, sizes = forms[0], {*map(len, different)} if {*map(type, different)} == {tuple} else set()
     if len(sizes) == 1 and form.structure == [tuple, [tuple, *[Tensor] * max(sizes)]]:
         plain = {*map(type, chain.from_iterable(different))} == {Tensor} and forms.count(form) == len(forms)
-        if plain and all([form.alike(*batch) for batch in different]):
+        if plain and all(starmap(form.alike, different)):
             return batches
     found: list[list[Tensor]] = []
     for k, batch in enumerate(batches):

@@ -81,10 +81,6 @@ def structure_of(value: Any, tensors: list[Tensor]) -> Any:
         Refused: if an object may hold values that are not seen here.
     """
     kind = type(value)
-    if value is None:
-        return kind
-    if kind is dict:
-        return [(name, structure_of(part, tensors)) for name, part in value.items()]
     if kind is list or kind is tuple:
         found: list[Any] = [kind]
         for part in value:  # tensors without a call each: every step does this
@@ -94,6 +90,10 @@ def structure_of(value: Any, tensors: list[Tensor]) -> Any:
             else:
                 found.append(structure_of(part, tensors))
         return found
+    if kind is dict:
+        return [(name, structure_of(part, tensors)) for name, part in value.items()]
+    if value is None:
+        return kind
     if isinstance(value, Tensor):
         tensors.append(value)
         return Tensor

@@ -540,9 +540,9 @@ class CompiledSteps:
                     found = self._run_chain(Sources.of(upper, lower, tasks), min(steps - done, self._most))
             if found is not None:
                 optimizer._watch_losses(found, moves=True)
-            losses.append(one().reshape(1) if found is None else found)
+            losses.append(one().clone().reshape(1) if found is None else found)
             done += len(losses[-1])
-        return torch.cat(losses)
+        return torch.cat(losses) if len(losses) > 1 else losses[0]
 
     def _run_chain(self, sources: Sources, most: int) -> Tensor | None:
         """Return losses of steps that are written at the end only; None if the next step is made by itself."""
@@ -554,7 +554,7 @@ class CompiledSteps:
             return None
         began, place = time.monotonic(), self._place(sources)
         try:
-            found = self._follow_chain(kinds, sources)
+            found = self._follow_chain(kinds, sources, place)
         except BaseException:
             self._return_to(sources, place)
             raise
@@ -584,9 +584,9 @@ class CompiledSteps:
             found.append(last)
         return found
 
-    def _follow_chain(self, kinds: Sequence[Entry], sources: Sources) -> Tensor | None:
+    def _follow_chain(self, kinds: Sequence[Entry], sources: Sources, place: Positions) -> Tensor | None:
         """Run steps of these kinds as a chain, and write the last; return the losses of those that passed, if any."""
-        optimizer, place, parts, latest = self.optimizer, self._place(sources), list[Part](), dict[Entry, Part]()
+        optimizer, parts, latest = self.optimizer, list[Part](), dict[Entry, Part]()
         state, structure = kinds[0].places.read()
         for entry, alike in groupby(kinds):
             count, part = len([*alike]), latest.get(entry)
