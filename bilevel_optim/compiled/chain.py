@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, starmap
+from itertools import chain
 from typing import Any
 
 import torch
@@ -122,12 +122,8 @@ class Chain:
 
 def _parts(batches: Sequence[Any], forms: Sequence[DataForm]) -> Sequence[Sequence[Tensor]]:
     """Return the tensors of each batch, up to the first that has another form than the sample in its place."""
-    different = {id(batch): batch for batch in batches}.values()  # batches recur
-    form, sizes = forms[0], {*map(len, different)} if {*map(type, different)} == {tuple} else set()
-    if len(sizes) == 1 and form.structure == [tuple, [tuple, *[Tensor] * max(sizes)]]:
-        plain = {*map(type, chain.from_iterable(different))} == {Tensor} and forms.count(form) == len(forms)
-        if plain and all(starmap(form.alike, different)):
-            return batches
+    if all([form.fit_plainly(batches[k :: len(forms)]) for k, form in enumerate(forms)]):
+        return batches
     found: list[list[Tensor]] = []
     for k, batch in enumerate(batches):
         tensors: list[Tensor] = []

@@ -156,8 +156,9 @@ class Entry:
             return results
         if graphs >= MOST:
             raise Full(FULL)
-        form, settings = DataForm(given.structure, given.tensors), self._settings
-        known = next((reader for own, reader in self.compiled if own == form), None)
+        settings = self._settings
+        alike = [pair for pair in self.compiled if pair[0].fits(given.structure, given.tensors)]
+        form, known = alike[0] if alike else (DataForm(given.structure, given.tensors), None)
         if known is not None and len(known.programs) >= MOST_ALIKE:
             raise Refused(
                 f"a loss reads a value that keeps changing, and none of {MOST_ALIKE} graphs is for the present one: "
@@ -173,8 +174,7 @@ class Entry:
                 raise
             reader = StepReader(self.pure, backend, constant=True)
             results = self._compile(reader, given)
-        others = [pair for pair in self.compiled if not pair[0].fits(given.structure, given.tensors)]
-        self.compiled = [(form, reader), *others]
+        self.compiled = [(form, reader), *(pair for pair in self.compiled if pair[0] is not form)]
         self.count, self.uses = self.count + 1, 1
         return results
 

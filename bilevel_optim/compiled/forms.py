@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, starmap
 from operator import attrgetter
 from typing import Any, Self
 
@@ -34,13 +35,8 @@ class DataForm:
 
     def __init__(self, structure: Any, tensors: Sequence[Tensor]) -> None:
         self.structure, self._forms = structure, _forms_of(tensors)
-        sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DataForm) and (self.structure, self._forms) == (other.structure, other._forms)
-
-    __hash__ = None  # type: ignore[assignment]
+        sizes: Any = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes[0], dynamic_dims_strides=sizes[1])
 
     @classmethod
     def of(cls, value: Any) -> Self:
@@ -50,13 +46,19 @@ class DataForm:
 
     def fits(self, structure: Any, tensors: Sequence[Tensor]) -> bool:
         """Return True if other data have this form."""
-        if structure != self.structure or not self.alike(*tensors):
+        if structure != self.structure or not self._alike(*tensors):
             return False
         self.structure = structure  # what is the same object is compared at once
         return True
 
-    def alike(self, *tensors: Tensor) -> bool:
-        """Return True if as many tensors have the same forms."""
+    def fit_plainly(self, batches: Sequence[Any]) -> bool:
+        """Return True if this is the form of a sample, and all these batches for it are tuples of tensors and fit."""
+        size = len(self._forms[0])
+        plain = self.structure == [tuple, [tuple, *[Tensor] * size]] and {*map(type, batches)} == {tuple}
+        plain = plain and {*map(len, batches)} == {size} and {*map(type, chain.from_iterable(batches))} == {Tensor}
+        return plain and all(starmap(self._alike, batches))
+
+    def _alike(self, *tensors: Tensor) -> bool:
         # Guards compare still more, and refuse a tensor that is there twice.
         return self._guards.check(*tensors) or _forms_of(tensors) == self._forms
 

@@ -660,13 +660,11 @@ class CompiledSteps:
 
     def _sound(self, parts: Sequence[Part]) -> int:
         """Return the number of steps before the first that has to be repeated eagerly."""
-        optimizer, sound = self.optimizer, 0
-        known = optimizer._run_state.warned - {optimizer._reacts_to(optimizer.numbers)}
+        sound = 0
         for part in parts:
-            matters = [True] + [key not in known for key in part.program.writer.alerts]
             told = torch.stack(part.flags).tolist()  # one wait for all
             for k, on in enumerate(told if any(map(any, told)) else ()):
-                if any(flag and needed for flag, needed in zip(on, matters, strict=True)):
+                if self._troubled(part.program.writer, on):
                     return sound + k
             sound += len(told)
         return sound
