@@ -141,12 +141,11 @@ class Entry:
 
     def known(self, given: Given) -> dict[str, Any] | None:
         """Run a compiled program for this step, without gradients; return None if none fits."""
+        found = self.find(given.structure, given.tensors, given.losses)
+        if found is None:
+            return None
         with torch.no_grad():
-            found = self.find(given.structure, given.tensors, given.losses)
-            if found is None:
-                return None
-            program, reads = found
-            return program.results(program([*reads, *given.tensors]))
+            return found[0].results(found[0]([*found[1], *given.tensors]))
 
     def results(self, given: Given, graphs: int) -> dict[str, Any]:
         """Run a compiled program for this step; compile it now if none fits. The optimizer has ``graphs`` programs."""
