@@ -36,8 +36,7 @@ class DataForm:
     def __init__(self, structure: Any, tensors: Sequence[Tensor]) -> None:
         self.structure, self._forms = structure, _forms_of(tensors)
         sizes: Any = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
-        with torch.enable_grad():  # else guards take no tensor for one that requires a gradient
-            self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes[0], dynamic_dims_strides=sizes[1])
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes[0], dynamic_dims_strides=sizes[1])
 
     @classmethod
     def of(cls, value: Any) -> Self:
@@ -61,8 +60,7 @@ class DataForm:
 
     def _alike(self, *tensors: Tensor) -> bool:
         # Guards compare still more, and refuse a tensor that is there twice.
-        guarded = torch.is_grad_enabled() and self._guards.check(*tensors)
-        return guarded or _forms_of(tensors) == self._forms
+        return self._guards.check(*tensors) or _forms_of(tensors) == self._forms
 
 
 def _forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
