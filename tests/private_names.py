@@ -192,10 +192,28 @@ NAMES = [
     Name('"_turn"', "optimizer/transaction.py", "that of the optimizer whose call is in the stack", "likewise"),
     # ------------------------------------------------------------------------------------ compiling
     Name(
-        "torch._dynamo.run",
-        "compiled/program.py",
-        "calls what was compiled, and never compiles anew: so it is seen that a loss has changed",
+        "torch._C._dynamo.eval_frame.set_eval_frame",
+        "compiled/reading.py",
+        "calls what was compiled, and never compiles anew, as torch._dynamo.run: so it is seen that a loss has changed",
         "torch.compiler.set_stance, which holds for the whole process",
+    ),
+    Name(
+        "torch._dynamo.eval_frame._callback_from_stance",
+        "compiled/reading.py",
+        "what set_eval_frame gets, also where the user has set a stance",
+        "a public way to ask for the stance",
+    ),
+    Name(
+        "torch._dynamo.mutation_guard.GenerationTracker.generation",
+        "compiled/reading.py",
+        "CUDA graphs tell steps apart by it, as by a call of what torch.compile returns",
+        "torch.compiler.cudagraph_mark_step_begin, which ends all other graphs of the process too",
+    ),
+    Name(
+        "torch._C._dynamo.guards.TensorGuards",
+        "compiled/forms.py",
+        "compares the forms of all tensors that a step takes by one call in C",
+        "nothing: attributes one by one are compared where it says no",
     ),
     Name(
         "torch._dynamo.eval_frame.remove_from_cache",
@@ -211,9 +229,9 @@ NAMES = [
     ),
     Name(
         "torch._C._set_grad_enabled",
-        "compiled/rewrites.py oracle/doors.py",
+        "compiled/rewrites.py compiled/steps.py oracle/doors.py",
         "a node of Dynamo's graphs, which is taken out of custom autograd functions; a function under no_grad is "
-        "called with a graph, to see whether its result depends on x",
+        "called with a graph, to see whether its result depends on x; a small step without gradients",
         "nothing, once Dynamo's function has right second derivatives; a public mode that keeps gradients on",
     ),
     Name(

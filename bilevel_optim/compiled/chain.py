@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .draws import Drawn
-from .forms import form_of, forms_of
+from .forms import DataForm, structure_of
 from .program import Call, StepProgram
 from .reasons import Refused
 from .small_cpu import CallList
@@ -44,10 +44,11 @@ class Chain:
         pairs = list(enumerate(program.next_state, self._first))
         self._from_results = [(j, int(k)) for j, k in pairs if k < count]
         self._from_arguments = [(j, k - count) for j, k in pairs if k >= count and j != k - count]
-        self._form = form_of((drawn, random))
+        self._form = DataForm.of((drawn, random))
         # Without the indices and weights of batches.
         self._batches = {
-            source: [form_of(own[0] if len(own) == 3 else own) for own in samples] for source, samples in drawn.items()
+            source: [DataForm.of(own[0] if len(own) == 3 else own) for own in samples]
+            for source, samples in drawn.items()
         }
         self._reusing: Sequence[CallList] | None = None  # the program again, with results that keep their memory
 
@@ -60,7 +61,7 @@ class Chain:
         """Return the tensors that a step draws; None if its samples have another form than the program's."""
         found: list[Tensor] = []
         try:
-            return found if form_of((drawn, random), found) == self._form else None
+            return found if self._form.fits(structure_of((drawn, random), found), found) else None
         except Refused:
             return None
 
@@ -119,20 +120,15 @@ class Chain:
         return self._reusing
 
 
-def _parts(batches: Sequence[Any], forms: Sequence[Any]) -> Sequence[Sequence[Tensor]]:
+def _parts(batches: Sequence[Any], forms: Sequence[DataForm]) -> Sequence[Sequence[Tensor]]:
     """Return the tensors of each batch, up to the first that has another form than the sample in its place."""
-    different = {id(batch): batch for batch in batches}.values()  # batches recur
-    structure, (attributes, strides) = forms[0]
-    alike, n = forms.count(forms[0]) == len(forms) and {*map(type, different)} == {tuple}, len(different)
-    if alike and structure == [tuple, [tuple, *[Tensor] * len(strides)]] and {*map(len, different)} == {len(strides)}:
-        flat = [*chain.from_iterable(different)]
-        if {*map(type, flat)} == {Tensor} and forms_of(flat) == (attributes * n, strides * n):
-            return batches
+    if all([form.fit_plainly(batches[k :: len(forms)]) for k, form in enumerate(forms)]):
+        return batches
     found: list[list[Tensor]] = []
     for k, batch in enumerate(batches):
         tensors: list[Tensor] = []
         try:
-            if form_of((batch,), tensors) != forms[k % len(forms)]:
+            if not forms[k % len(forms)].fits(structure_of((batch,), tensors), tensors):
                 break
         except Refused:
             break

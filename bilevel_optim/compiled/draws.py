@@ -70,12 +70,8 @@ class Sources:
     @property
     def draw_in_order(self) -> bool:
         """True if each loss draws the next batches of a list, or nothing: without random numbers."""
-        if self.tasks is not None:
-            return False
-        for objective in self.objectives.values():
-            if type(objective) is not Objective or type(objective.data) not in _LISTS:
-                return False
-        return True
+        plain = [type(own) is Objective and type(own.data) in _LISTS for own in self.objectives.values()]
+        return self.tasks is None and all(plain)
 
     @property
     def terms(self) -> dict[str, int]:

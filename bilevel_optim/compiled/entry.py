@@ -21,6 +21,7 @@ from ..problem.parameters import is_number, require
 from ..problem.random import preserve_rng
 from .alone import gradients_aside, hold_tracing_lock
 from .backend import maker_of
+from .forms import DataForm
 from .gain import Gain
 from .places import StatePlaces
 from .program import Given, StepProgram, StepReader
@@ -108,7 +109,7 @@ class Entry:
         self.is_known = False
         self.draws: Sequence[Any] | None = None
         self.draw_all: Callable[[Any, Mapping[str, Tensor]], Any] | None = None
-        self.compiled: list[tuple[Any, StepReader]] = []
+        self.compiled: list[tuple[DataForm, StepReader]] = []
         self.reasons: dict[Any, str] = {}
         self.uses = self.count = 0
         self.gain = Gain()
@@ -124,10 +125,12 @@ class Entry:
         after = 1 << n.bit_length() if n < CHECKED_EVERY else CHECKED_EVERY * (n // CHECKED_EVERY + 1)
         return after - n - 1
 
-    def find(self, form: Any, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]] | None:
-        """Return the program for data and a state of this form, and what the losses read at present, if one fits."""
-        for i, (own, reader) in enumerate(self.compiled):
-            if own == form:
+    def find(
+        self, structure: Any, tensors: Sequence[Tensor], losses: Mapping[str, Any]
+    ) -> tuple[StepProgram, list[Tensor]] | None:
+        """Return the program for such data and such a state, and what the losses read at present, if one fits."""
+        for i, (form, reader) in enumerate(self.compiled):
+            if form.fits(structure, tensors):
                 if i:
                     self.compiled.insert(0, self.compiled.pop(i))
                 try:
@@ -138,12 +141,11 @@ class Entry:
 
     def known(self, given: Given) -> dict[str, Any] | None:
         """Run a compiled program for this step, without gradients; return None if none fits."""
+        found = self.find(given.structure, given.tensors, given.losses)
+        if found is None:
+            return None
         with torch.no_grad():
-            found = self.find(given.form, given.losses)
-            if found is None:
-                return None
-            program, reads = found
-            return program.results(program([*reads, *given.tensors]))
+            return found[0].results(found[0]([*found[1], *given.tensors]))
 
     def results(self, given: Given, graphs: int) -> dict[str, Any]:
         """Run a compiled program for this step; compile it now if none fits. The optimizer has ``graphs`` programs."""
@@ -153,8 +155,9 @@ class Entry:
             return results
         if graphs >= MOST:
             raise Full(FULL)
-        form, settings = given.form, self._settings
-        known = next((reader for own, reader in self.compiled if own == form), None)
+        settings = self._settings
+        alike = [pair for pair in self.compiled if pair[0].fits(given.structure, given.tensors)]
+        form, known = alike[0] if alike else (DataForm(given.structure, given.tensors), None)
         if known is not None and len(known.programs) >= MOST_ALIKE:
             raise Refused(
                 f"a loss reads a value that keeps changing, and none of {MOST_ALIKE} graphs is for the present one: "
@@ -170,7 +173,7 @@ class Entry:
                 raise
             reader = StepReader(self.pure, backend, constant=True)
             results = self._compile(reader, given)
-        self.compiled = [(form, reader), *(pair for pair in self.compiled if pair[0] != form)]
+        self.compiled = [(form, reader), *(pair for pair in self.compiled if pair[0] is not form)]
         self.count, self.uses = self.count + 1, 1
         return results
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, starmap
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from ..pytree import tree_flatten
 from .reasons import Refused
 
-__all__ = ["Form", "empty", "form_of", "form_of_tensor", "forms_of", "structure_of"]
+__all__ = ["DataForm", "Form", "empty", "form_of", "form_of_tensor", "structure_of"]
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -23,18 +25,55 @@ def form_of_tensor(t: Tensor) -> Form:
     return t.shape, t.stride(), t.dtype, t.device, t.requires_grad
 
 
-def forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
-    """Return the forms of tensors, to be compared with others; by functions in C, because every step does this."""
+class DataForm:
+    """The form of nested data, compared with others by functions in C, because every step does this.
+
+    Args:
+        structure: their structure, from `structure_of`.
+        tensors: their tensors.
+    """
+
+    def __init__(self, structure: Any, tensors: Sequence[Tensor]) -> None:
+        self.structure, self._forms = structure, _forms_of(tensors)
+        sizes: Any = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes[0], dynamic_dims_strides=sizes[1])
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Return the form of nested data."""
+        tensors: list[Tensor] = []
+        return cls(structure_of(value, tensors), tensors)
+
+    def fits(self, structure: Any, tensors: Sequence[Tensor]) -> bool:
+        """Return True if other data have this form."""
+        if structure != self.structure or not self._alike(*tensors):
+            return False
+        self.structure = structure  # what is the same object is compared at once
+        return True
+
+    def fit_plainly(self, batches: Sequence[Any]) -> bool:
+        """Return True if this is the form of a sample, and all these batches for it are tuples of tensors and fit."""
+        size = len(self._forms[0])
+        plain = self.structure == [tuple, [tuple, *[Tensor] * size]] and {*map(type, batches)} == {tuple}
+        plain = plain and {*map(len, batches)} == {size} and {*map(type, chain.from_iterable(batches))} == {Tensor}
+        return plain and all(starmap(self._alike, batches))
+
+    def _alike(self, *tensors: Tensor) -> bool:
+        # Guards compare still more, and refuse a tensor that is there twice.
+        return self._guards.check(*tensors) or _forms_of(tensors) == self._forms
+
+
+def _forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
     return [*map(_ATTRIBUTES, tensors)], [*map(Tensor.stride, tensors)]
 
 
 _ATTRIBUTES = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
-def form_of(value: Any, tensors: list[Tensor] | None = None) -> tuple[Any, Any]:
-    """Return structure and forms of nested data, to be compared with others; append their tensors to a list."""
-    found = [] if tensors is None else tensors
-    return structure_of(value, found), forms_of(found)
+def form_of(value: Any) -> tuple[Any, Any]:
+    """Return structure and forms of nested data, to be compared with others, also in a trace."""
+    tensors: list[Tensor] = []
+    return structure_of(value, tensors), _forms_of(tensors)
 
 
 def structure_of(value: Any, tensors: list[Tensor]) -> Any:
@@ -44,10 +83,6 @@ def structure_of(value: Any, tensors: list[Tensor]) -> Any:
         Refused: if an object may hold values that are not seen here.
     """
     kind = type(value)
-    if value is None:
-        return kind
-    if kind is dict:
-        return [(name, structure_of(part, tensors)) for name, part in value.items()]
     if kind is list or kind is tuple:
         found: list[Any] = [kind]
         for part in value:  # tensors without a call each: every step does this
@@ -57,6 +92,10 @@ def structure_of(value: Any, tensors: list[Tensor]) -> Any:
             else:
                 found.append(structure_of(part, tensors))
         return found
+    if kind is dict:
+        return [(name, structure_of(part, tensors)) for name, part in value.items()]
+    if value is None:
+        return kind
     if isinstance(value, Tensor):
         tensors.append(value)
         return Tensor

@@ -93,12 +93,8 @@ class StatePlaces:
             places += [(state[p], prefix + name) for p, entries in zip(level, memory, strict=False) for name in entries]
         self._entries, live = places, len(self._live)
         again = self._at_known_places()  # None if an entry is no tensor: then each step searches
-        self._found = again is not None and _are_the_same(again[live:], tensors[live:])
+        self._found = again is not None and len(again) == len(tensors) and all(map(is_, again[live:], tensors[live:]))
         return tensors, self._structure
-
-
-def _are_the_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(tensors) == len(others) and all(a is b for a, b in zip(tensors, others, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ results

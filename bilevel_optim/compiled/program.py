@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo as dynamo
 from torch import Tensor
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,10 +18,10 @@ from ..oracle.substitution import replacement
 from ..pytree import tree_flatten, tree_unflatten
 from ..tracing import tracing
 from .backend import Maker, Program
-from .forms import form_of, forms_of, structure_of
+from .forms import form_of, structure_of
 from .places import Place, Writer, picked
 from .pure import PureStep, State, following
-from .reading import Arguments, Needed, Reader, Reading, Together, UserGraph
+from .reading import Arguments, Needed, Reader, Reading, Together, UserGraph, look
 from .reasons import Refused
 from .small_cpu import CallList
 
@@ -43,8 +42,8 @@ class Given:
         state: the state that the step reads.
 
     Attributes:
-        form: all of them but the values of their tensors, and the losses.
-        tensors: the tensors of the samples, the random inputs and the state, in order.
+        structure: those of the samples with the random inputs, and of the state.
+        tensors: their tensors, in order.
     """
 
     def __init__(
@@ -52,8 +51,7 @@ class Given:
     ) -> None:
         self.losses, self.tasks, self.drawn, self.random, self.state = losses, tasks, drawn, random, state
         self.tensors: list[Tensor] = []
-        structures = structure_of((drawn, random), self.tensors), structure_of(state, self.tensors)
-        self.form = *structures, forms_of(self.tensors)
+        self.structure = structure_of((drawn, random), self.tensors), structure_of(state, self.tensors)
 
     def at(self, **state: Any) -> Given:
         """Return the same arguments with other entries of the state."""
@@ -145,7 +143,7 @@ class StepReader:
         with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             if self._together is not None and (both := self._together.known(losses)) is not None:
                 return both
-            readings = _look(self.readers, losses)
+            readings = look(_look, self.readers, losses)  # one switch of Dynamo for all
         found = self._find(readings)
         return None if found is None else (found, [t for reading in readings for t in reading.tensors])
 
@@ -179,7 +177,7 @@ class StepReader:
         if len(readings) < 2 or any([r.arguments.rows or not r.arguments.grad for r in self.readers]):
             return
         if self._together is None or self._together.count != len(readings):
-            self._together = Together(self.readers, dynamo.run)
+            self._together = Together(self.readers)
         with torch.enable_grad():
             if not self._together.note(losses, [t for reading in readings for t in reading.tensors], program):
                 self._together = None
@@ -291,7 +289,6 @@ class StepReader:
         return [place(new) for new in after[0] if isinstance(new, Tensor)]
 
 
-@dynamo.run  # one switch of Dynamo for all looks
 def _look(readers: Sequence[Reader], losses: Mapping[str, Any]) -> list[Reading]:
     return [reader.known(losses) for reader in readers]
 

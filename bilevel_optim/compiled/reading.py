@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo.eval_frame import remove_from_cache
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo.eval_frame import _callback_from_stance, remove_from_cache
+from torch._dynamo.mutation_guard import GenerationTracker
 from torch.fx import GraphModule, Interpreter, Node
 
 from ..oracle.point import in_place
@@ -23,7 +25,7 @@ from .forms import empty, form_of, form_of_tensor
 from .reasons import Refused, place_of
 from .rewrites import differentiable_twice, require_deterministic, require_unwritten
 
-__all__ = ["Arguments", "Needed", "Reader", "Reading", "Together", "Unread", "UserGraph", "WantsConstants"]
+__all__ = ["Arguments", "Needed", "Reader", "Reading", "Together", "Unread", "UserGraph", "WantsConstants", "look"]
 
 OUTSIDE = "a loss uses a tensor with a graph from outside the loss: compute it in the loss, or detach it"
 _NUMBERS, _NOTHING = itertools.count(), nullcontext(None)
@@ -162,10 +164,23 @@ class Reading(NamedTuple):
     tensors: list[Tensor]
 
 
+def look(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in which Dynamo calls what it has compiled, and compiles nothing.
+
+    As `torch._dynamo.run`, whose wrapper takes longer than the guards of a small loss.
+    """
+    GenerationTracker.generation += 1  # by which CUDA graphs tell steps apart
+    before = set_eval_frame(_callback_from_stance(False))
+    try:
+        return function(*arguments)
+    finally:
+        set_eval_frame(before)
+
+
 def _by_dynamo(
     read: Any, calls: list[tuple[GraphModule, Sequence[Tensor]]], constant: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a function to be called inside `dynamo.run`, and the same function compiled: ``calls`` notes its graph.
+    """Return a function to be called by `look`, and the same function compiled: ``calls`` notes its graph.
 
     Dynamo identifies code by file, line and name. By these it remembers which sizes and numbers have changed, and it
     keeps graphs until that code is removed. So each function has code of its own.
@@ -217,7 +232,7 @@ class Reader:
         self._known, self._compile = _by_dynamo(read, self._calls, constant)
 
     def known(self, losses: Mapping[str, Any]) -> Reading:
-        """Look at the function inside `dynamo.run`; raise `Unread` if the present state has no graph yet."""
+        """Look at the function, inside `look`; raise `Unread` if the present state has no graph yet."""
         return self._look(self._known, losses)
 
     def compile(self, losses: Mapping[str, Any]) -> Reading:
@@ -287,13 +302,12 @@ class Together:
 
     Args:
         readers: their readers, all with gradients.
-        run: ``dynamo.run``.
 
     Attributes:
         count: number of functions.
     """
 
-    def __init__(self, readers: Sequence[Reader], run: Callable[..., Any]) -> None:
+    def __init__(self, readers: Sequence[Reader]) -> None:
         self.count = len(readers)
         self._examples = [reader._examples for reader in readers]
         self._positions = {id(t) for reader in readers for t in reader._leaves} | {*map(id, readers[0]._live)}
@@ -306,8 +320,7 @@ class Together:
                 raise Unread
             return [losses[role](*own) for role, own in zip(roles, arguments, strict=True)]
 
-        known, self._compile = _by_dynamo(read, self._calls, readers[0].constant)
-        self._known = run(known)
+        self._known, self._compile = _by_dynamo(read, self._calls, readers[0].constant)
 
     def note(self, losses: Mapping[str, Any], reads: Sequence[Tensor], program: Any) -> bool:
         """Note the program for the present state of the functions; return False if a look does not find their reads."""
@@ -324,7 +337,7 @@ class Together:
     def known(self, losses: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
         """Look at the functions; return the program for their state, with the tensors read; None if none is noted."""
         try:
-            self._known(losses, self._examples)
+            look(self._known, losses, self._examples)
         except Unread:
             return None
         module, inputs = self._calls.pop() if self._calls else (None, ())

@@ -34,7 +34,7 @@ from .chain import Chain
 from .compare import Accepted, Results, mismatch, perturbed_by_rounding
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_many, draw_tasks, in_a_row
 from .entry import CHECKED_EVERY, MOST, Entry, Full, Settings
-from .forms import forms_of, structure_of
+from .forms import structure_of
 from .gain import LOOKS
 from .places import StatePlaces, Writer, buffer_writes, table_at
 from .program import Call, Given, StepProgram
@@ -86,7 +86,7 @@ class CompiledSteps:
         self._warned: set[str] = set()
         self._plain: itemgetter[Any] | None = None  # reads options
         self._pickers: dict[tuple[str, ...], itemgetter[Any]] = {}  # names in a group -> reads its options
-        self._last: tuple[list[Any], Any, list[Any]] = ([], None, [])  # objects, other values and key of the options
+        self._last: tuple[list[Any], list[Any]] = ([], [])  # the objects that options consist of, and their key
         self._new = 0  # steps in a row of a new kind
         self._state: Any = None  # of the optimizer; draws of the entries depend on it
         self._rates: tuple[list[Any], list[Tensor]] = ([], [])
@@ -169,7 +169,7 @@ class CompiledSteps:
         program, arguments = ready
         enabled = torch.is_grad_enabled()
         try:
-            torch.set_grad_enabled(False)
+            torch._C._set_grad_enabled(False)
             call = program(arguments) if self._moves_on_host else program.once(arguments)
             entry.uses += 1
             values, writer = call.values, program.writer
@@ -177,7 +177,7 @@ class CompiledSteps:
             if sound:
                 self._write(entry, program, call, values, update)
         finally:
-            torch.set_grad_enabled(enabled)
+            torch._C._set_grad_enabled(enabled)
         loss: Tensor = values[writer.loss]
         if sound:
             return loss
@@ -256,35 +256,35 @@ class CompiledSteps:
         own = vars(self.optimizer)
         if self._plain is None:
             self._plain = itemgetter(*(name for name, v in own.items() if isinstance(v, PLAIN) and name[0] != "_"))
-        # The same objects, with the same attributes, have the same options. Most steps stop here.
-        plain, parameters, counts = self._plain(own), list[Tensor](), list[Any]()
-        objects = [*plain]
-        for group in self.optimizer.param_groups:
-            names = tuple(group)
+        # The same objects have the same options. Most steps stop here.
+        groups, objects = self.optimizer.param_groups, [*self._plain(own)]
+        for group in groups:
+            names, parameters = tuple(group), group["params"]
             pick = self._pickers.get(names)
             if pick is None:
                 pick = self._pickers[names] = itemgetter("level", *[name for name in names if name not in NOT_IN_KEY])
-            objects += (pick, *pick(group))
-            parameters += group["params"]
-            counts.append(len(parameters))
-        buffers, attributes = self.optimizer._run_state.buffers.changing(), [*map(_ATTRIBUTES, parameters)]
-        objects += parameters
-        objects += buffers
-        before, others, options = self._last
-        same = others == (counts, attributes) and len(before) == len(objects) and not any(HOOKS)
-        if same and all(map(is_, before, objects)):
+            objects.append(pick)
+            objects += pick(group)
+            for p in parameters:
+                objects += _ATTRIBUTES(p)
+            objects += parameters
+        objects += (buffers := self.optimizer._run_state.buffers.changing())
+        before, options = self._last
+        if len(before) == len(objects) and all(map(is_, before, objects)) and not any(HOOKS):
             return options
-        found = [plain]
-        for group in self.optimizer.param_groups:
+        found: list[Any] = [self._plain(own)]
+        for group in groups:
             for name, value in group.items():
                 if name not in NOT_IN_KEY:
                     found.append(value if isinstance(value, PLAIN) else id(value))
-        found += (counts, any_hooks(parameters), *[p.requires_grad for p in parameters], *map(id, parameters))
+            parameters = group["params"]
+            found += (any_hooks(parameters), [p.requires_grad for p in parameters], [*map(id, parameters)])
         found += map(id, buffers)
         for hooks in HOOKS:
             found.append(sum([getattr(hook, "__module__", "") != unnoted.__module__ for hook in [*hooks.values()]]))
-        if not any(HOOKS) and all([hooks is None for _, hooks in attributes]):  # a dict of hooks may change
-            self._last = objects, (counts, attributes), found
+        hooked = [hooks for group in groups for _, hooks in map(_ATTRIBUTES, group["params"]) if hooks is not None]
+        if not (hooked or any(HOOKS)):  # a dict of hooks may change
+            self._last = objects, found
         return found
 
     def _drawn(self, entry: Entry, sources: Sources) -> Inputs | None:
@@ -470,22 +470,21 @@ class CompiledSteps:
             return None
         own, structure = state
         tensors += own
-        found = entry.find((data, structure, forms_of(tensors)), self._functions(inputs.sources))
+        found = entry.find((data, structure), tensors, self._functions(inputs.sources))
         return None if found is None else (found[0], [*found[1], *tensors])
 
     def _now(self, device: torch.device) -> list[Tensor]:
         """Return the learning rates as tensors, new ones if a rate has changed, so that no schedule recompiles."""
         groups = self.optimizer.param_groups
         values = [group["lr"] for level in LEVELS for group in groups if group["level"] == level]
-        plain = {*map(type, values)} == {float}
-        if plain and values == self._rates[0]:
+        if len(values) == len(self._rates[0]) and all(map(is_, values, self._rates[0])):
             return self._rates[1]
         require_rates(groups)
         kind = torch.float64 if device.type != "mps" else torch.float32
         # Detached, so that none is a view: a fake view keeps its base where the garbage collector does not look. Of one
         # dimension, because Dynamo takes the value of a scalar for another input, and then traces the step once more.
         made = [torch.as_tensor(value, dtype=kind, device=device).reshape(1).detach() for value in values]
-        if plain:
+        if {*map(type, values)} == {float}:  # others may change in place
             self._rates = values, made
         return made
 
@@ -541,9 +540,9 @@ class CompiledSteps:
                     found = self._run_chain(Sources.of(upper, lower, tasks), min(steps - done, self._most))
             if found is not None:
                 optimizer._watch_losses(found, moves=True)
-            losses.append(one().reshape(1) if found is None else found)
+            losses.append(one().clone().reshape(1) if found is None else found)
             done += len(losses[-1])
-        return torch.cat(losses)
+        return torch.cat(losses) if len(losses) > 1 else losses[0]
 
     def _run_chain(self, sources: Sources, most: int) -> Tensor | None:
         """Return losses of steps that are written at the end only; None if the next step is made by itself."""
@@ -555,7 +554,7 @@ class CompiledSteps:
             return None
         began, place = time.monotonic(), self._place(sources)
         try:
-            found = self._follow_chain(kinds, sources)
+            found = self._follow_chain(kinds, sources, place)
         except BaseException:
             self._return_to(sources, place)
             raise
@@ -585,9 +584,9 @@ class CompiledSteps:
             found.append(last)
         return found
 
-    def _follow_chain(self, kinds: Sequence[Entry], sources: Sources) -> Tensor | None:
+    def _follow_chain(self, kinds: Sequence[Entry], sources: Sources, place: Positions) -> Tensor | None:
         """Run steps of these kinds as a chain, and write the last; return the losses of those that passed, if any."""
-        optimizer, place, parts, latest = self.optimizer, self._place(sources), list[Part](), dict[Entry, Part]()
+        optimizer, parts, latest = self.optimizer, list[Part](), dict[Entry, Part]()
         state, structure = kinds[0].places.read()
         for entry, alike in groupby(kinds):
             count, part = len([*alike]), latest.get(entry)
@@ -661,13 +660,11 @@ class CompiledSteps:
 
     def _sound(self, parts: Sequence[Part]) -> int:
         """Return the number of steps before the first that has to be repeated eagerly."""
-        optimizer, sound = self.optimizer, 0
-        known = optimizer._run_state.warned - {optimizer._reacts_to(optimizer.numbers)}
+        sound = 0
         for part in parts:
-            matters = [True] + [key not in known for key in part.program.writer.alerts]
             told = torch.stack(part.flags).tolist()  # one wait for all
             for k, on in enumerate(told if any(map(any, told)) else ()):
-                if any(flag and needed for flag, needed in zip(on, matters, strict=True)):
+                if self._troubled(part.program.writer, on):
                     return sound + k
             sound += len(told)
         return sound

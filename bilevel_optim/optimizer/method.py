@@ -25,6 +25,7 @@ from ..oracle.session import EvaluationOptions, LossFacts, Session
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import (
     LEVELS,
+    OF_SGD,
     Params,
     as_groups,
     by_level,
@@ -688,6 +689,8 @@ class Method(Options, Optimizer, ABC):
 
     def _heed_options_of_sgd(self, *added: dict[str, Any]) -> None:
         """Move x by torch's SGD if an upper group has options of it; refuse them where the method makes the steps."""
+        if all([OF_SGD.keys().isdisjoint(group) for group in (*self.param_groups, *added)]):
+            return  # as in most steps
         own_updates = {
             "upper": self.declared.upper_update and f"x: {self.declared.upper_update}",
             "lower": "y" if self.declared.lower_optimizer == "none" else "",

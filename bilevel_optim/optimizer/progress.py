@@ -77,7 +77,7 @@ class UpperTrend:
         The first three losses set the scale, because y goes to its solution. If one of x's first moves was so long that
         it promised to lower f by more than the rise, then it was that move.
         """
-        if loss <= self.last and self.count >= EARLY:  # the common case: a shortcut with the same result
+        if self.count >= EARLY and loss <= max(self.last, self.first or 0.0):  # a shortcut with the same result
             self.above, self.count, self.last = 0, self.count + 1, loss
             return False
         if self.first is None:

@@ -203,8 +203,8 @@ class LossFacts:
     def diagnostics(self) -> dict[str, str]:
         """Return the facts that the diagnostics of a step report."""
         found = {} if self.fallback is None else {"vectorize_fallback": self.fallback}
-        if self.derivatives and (opened := "; ".join(sorted({text for text, *_ in self.derivatives.values() if text}))):
-            found["derivatives"] = opened
+        if opened := {own[0] for own in self.derivatives.values()} - {""}:
+            found["derivatives"] = "; ".join(sorted(opened))
         return found
 
 

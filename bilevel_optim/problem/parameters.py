@@ -15,6 +15,7 @@ from .vector import is_sharded
 
 __all__ = [
     "LEVELS",
+    "OF_SGD",
     "Params",
     "Rate",
     "as_groups",
@@ -43,7 +44,8 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 
 LEVELS = ("upper", "lower")
 COMPUTES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # types of parameters
-OF_SGD = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")  # options of torch.optim.SGD besides lr
+# Options of torch.optim.SGD besides lr, in the order of their errors.
+OF_SGD = dict.fromkeys(("momentum", "dampening", "weight_decay", "nesterov", "maximize"))
 
 
 def require(name: str, value: object, valid: bool, wording: str = "Invalid {name} value: {value}") -> None:

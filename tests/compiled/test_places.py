@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.mutation_guard import GenerationTracker
 
 import bilevel_optim as bo
 from bilevel_optim.compiled import program
@@ -55,8 +56,13 @@ def emptied(optimizer, x, y):
     optimizer.state.clear()
 
 
-@pytest.mark.usually("transposed", "loaded", "emptied")
-@pytest.mark.parametrize("change", [transposed, cast, loaded, zeroed, deleted, emptied])
+def rated(optimizer, x, y):
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+@pytest.mark.usually("transposed", "loaded", "emptied", "rated")
+@pytest.mark.parametrize("change", [transposed, cast, loaded, zeroed, deleted, emptied, rated])
 def test_changes_of_the_state_between_steps_count_as_in_eager_steps(change):
     ends = []
     for compiled in (False, True):
@@ -171,3 +177,20 @@ def test_a_gradient_that_is_a_tensor_of_the_user_is_a_copy():
         x.grad.zero_()
     assert factor.tolist() == [1.0, 2.0, 3.0]
     assert optimizer.captured_graphs == 1
+
+
+def test_a_look_counts_for_cuda_graphs_and_heeds_a_stance():
+    """As calls of what torch.compile returns."""
+    optimizer, _, _, step = made(True)
+    for _ in range(4):
+        step()
+    before = GenerationTracker.generation
+    for _ in range(3):
+        step()
+    assert GenerationTracker.generation >= before + 3
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.warns(bo.BilevelWarning, match="torch.compile is switched off"),
+    ):
+        step()
+    assert "switched off" in optimizer.diagnostics["compile_fallback"]
