@@ -290,11 +290,13 @@ def test_the_ledger_counts_live_bytes():
         ("aid", cost.UNREAD // 3 + 1, 4),
         ("soba", cost.UNREAD // 3 - 1, 7),
         ("soba", cost.UNREAD // 3 + 1, 4),
+        ("f2sa", cost.UNREAD // 5 - 1, 10),
+        ("f2sa", cost.UNREAD // 5 + 1, 7),
         ("first-order", 1000, 3),
     ],
 )
 def test_vectors_of_diagnostics_stay_until_they_are_read_if_they_are_small(name, parameters, kept):
-    """What stays otherwise: y, Adam's two moments, and v except of the first order."""
+    """What stays otherwise: y, Adam's two moments, and v; of F2SA two copies with their moments instead."""
     setting = learning.METHODS[name]
     x, y = torch.ones(1, requires_grad=True), torch.ones(parameters, requires_grad=True)
     options = {} if setting.single else {"lower_steps": 1}

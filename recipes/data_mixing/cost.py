@@ -57,7 +57,7 @@ def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:
 STATE = {"f2sa": 1 + 2 + 4, "aid": 1 + 2 + 1, "soba": 1 + 2 + 1, "first-order": 1 + 2}
 # Vectors of that size that stay until diagnostics are computed from them, when they are read, and how many of these and
 # of the state count against the most entries that may stay; figures of larger ones are computed in the step.
-VECTORS, UNREAD = {"aid": (2, 3), "soba": (3, 3)}, 1 << 16
+VECTORS, UNREAD = {"f2sa": (3, 5), "aid": (2, 3), "soba": (3, 3)}, 1 << 16
 
 
 def state(name: str, parameters: int) -> int:
