@@ -48,7 +48,7 @@ class DataForm:
         """Return True if other data have this form."""
         if structure != self.structure or not self._alike(*tensors):
             return False
-        self.structure = structure  # what is the same object is compared at once
+        self.structure = structure  # comparing an object with itself takes no time
         return True
 
     def fit_plainly(self, batches: Sequence[Any]) -> bool:

@@ -165,7 +165,7 @@ class Reading(NamedTuple):
 
 
 def look(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in which Dynamo calls what it has compiled, and compiles nothing.
+    """Call a function. Dynamo uses its compiled code there, and compiles nothing.
 
     As `torch._dynamo.run`, whose wrapper takes longer than the guards of a small loss.
     """
