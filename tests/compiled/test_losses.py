@@ -51,7 +51,7 @@ class Twin:
         made = make(self.x, self.y)
         self.loss, self.change, net = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
         self.lower = [self.y, *([] if net is None else net.parameters())]
-        self.optimizer = cls([self.x], self.lower, lr=0.1, lower_lr=0.1, **own, **options)
+        self.optimizer = cls([self.x], self.lower, **{"lr": 0.1, "lower_lr": 0.1, **own, **options})
         if captured:
             self.optimizer.compile(backend="eager")
 
@@ -526,13 +526,13 @@ def written_tensor(x, y):
 
 def replaced_parameter(x, y):
     net = nn.Linear(3, 3).requires_grad_(False)
-    other = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+    other = nn.Parameter(torch.full((3, 3), 0.3), requires_grad=False)
     return lambda: base(x, y) + net(y * x).square().sum(), lambda: setattr(net, "weight", other)
 
 
 def assigned_state(x, y):
     net = nn.Linear(3, 3).requires_grad_(False)
-    other = {name: value + 1 for name, value in net.state_dict().items()}
+    other = {name: 0.9 * value for name, value in net.state_dict().items()}
     return lambda: base(x, y) + net(y * x).square().sum(), lambda: net.load_state_dict(other, assign=True)
 
 
@@ -818,7 +818,7 @@ def log(x, y):
 
 
 def own_data(x, y):
-    rows = iter(torch.linspace(0.5, 1.5, 40))
+    rows = iter(torch.linspace(0.5, 1.5, 2000))
     return lambda: base(x, y, next(rows))
 
 
