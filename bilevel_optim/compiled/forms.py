@@ -34,7 +34,7 @@ class DataForm:
     """
 
     def __init__(self, structure: Any, tensors: Sequence[Tensor]) -> None:
-        self.structure, self._forms = structure, _forms_of(tensors)
+        self.structure, self._forms = structure, _all_of(tensors)
         sizes: Any = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes[0], dynamic_dims_strides=sizes[1])
 
@@ -60,7 +60,12 @@ class DataForm:
 
     def _alike(self, *tensors: Tensor) -> bool:
         # Guards compare still more, and refuse a tensor that is there twice.
-        return self._guards.check(*tensors) or _forms_of(tensors) == self._forms
+        return self._guards.check(*tensors) or _all_of(tensors) == self._forms
+
+
+def _all_of(tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
+    """Return the forms of tensors, and which ones still have to be conjugated or negated."""
+    return *_forms_of(tensors), [*map(Tensor.is_conj, tensors)], [*map(Tensor.is_neg, tensors)]
 
 
 def _forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:

@@ -170,8 +170,9 @@ def look(function: Callable[..., Any], *arguments: Any) -> Any:
     As `torch._dynamo.run`, whose wrapper takes longer than the guards of a small loss.
     """
     GenerationTracker.generation += 1  # by which CUDA graphs tell steps apart
-    before = set_eval_frame(_callback_from_stance(False))
+    before = set_eval_frame(None)  # first, so that an interrupt leaves no setting of ours
     try:
+        set_eval_frame(_callback_from_stance(False))
         return function(*arguments)
     finally:
         set_eval_frame(before)

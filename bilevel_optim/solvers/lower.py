@@ -173,6 +173,7 @@ class LowerRule:
         remaining = iter(self._scratch)
         own = [{"params": [next(remaining) for _ in group["params"]], **_options(group)} for group in groups]
         self.optimizer = factory(own)
+        self._given = [{*_options(group)} for group in groups]  # names of options that the groups themselves hold
         self.carried = _set_apart(self.optimizer)
         # Some optimizers create their state at once, others in their first step.
         self._initial = [dict(self.optimizer.state.get(t, {})) for t in self._scratch]
@@ -191,6 +192,7 @@ class LowerRule:
                 if name not in _OURS and (own.get(name) is not value or isinstance(value, Tensor)):
                     own[name], changed = value, True
         if changed:
+            self._given = [{*_options(group)} for group in groups]
             self._heed_options()
 
     def _heed_options(self) -> None:
@@ -218,12 +220,15 @@ class LowerRule:
                 group[name] = value.detach()
 
     def fits(self, groups: Sequence[dict[str, Any]], like: Vector) -> bool:
-        """Return True if these groups and tensors have the sizes, types and devices that the rule was made for."""
+        """Return True if these groups and tensors have the sizes, types and devices that the rule was made for.
+
+        Not so without an option that a group had: its default is that of the factory.
+        """
         own = self.optimizer.param_groups
         if len(own) != len(groups):
             return False
         for i, group in enumerate(groups):
-            if len(own[i]["params"]) != len(group["params"]):
+            if len(own[i]["params"]) != len(group["params"]) or not group.keys() >= self._given[i]:
                 return False
         return self._sizes == [(t.shape, t.dtype, t.device) for t in like]
 
