@@ -84,18 +84,20 @@ class Chain:
         """Return losses and flags of the first call and of a call for each element of ``data``, and the last call."""
         call, arguments, results = self.program.program.call, [*first.arguments], first.results
         reusing = self._with_kept_results(first) if len(data) > 2 else ()
-        losses, flags, begin = [results[self._loss]], [results[self._flags]], self.program.reads
+        loss, flag, from_arguments, from_results = self._loss, self._flags, self._from_arguments, self._from_results
+        losses, flags, begin = [results[loss]], [results[flag]], self.program.reads
+        end, last = begin + len(data[0]) if data else begin, len(data) - 1
         with torch.no_grad():
             for k, drawn in enumerate(data):
-                for j, t in [(j, arguments[i]) for j, i in self._from_arguments]:
-                    arguments[j] = t
-                for j, i in self._from_results:
+                if from_arguments:
+                    for j, t in [(j, arguments[i]) for j, i in from_arguments]:
+                        arguments[j] = t
+                for j, i in from_results:
                     arguments[j] = results[i]
-                arguments[begin : begin + len(drawn)] = drawn
-                kept = bool(reusing) and k < len(data) - 1
-                results = reusing[k % len(reusing)](arguments) if kept else call([*arguments])
-                losses.append(results[self._loss])
-                flags.append(results[self._flags])
+                arguments[begin:end] = drawn
+                results = reusing[k % len(reusing)](arguments) if reusing and k < last else call([*arguments])
+                losses.append(results[loss])
+                flags.append(results[flag])
         if reusing:  # the memory of earlier results will be used again
             for j, _ in (*self._from_results, *self._from_arguments):
                 arguments[j] = arguments[j].clone()

@@ -53,6 +53,7 @@ class DataForm:
 
     def fit_plainly(self, batches: Sequence[Any]) -> bool:
         """Return True if this is the form of a sample, and all these batches for it are tuples of tensors and fit."""
+        batches = dict(zip(map(id, batches), batches, strict=True)).values()  # those of many passes once
         size = len(self._forms[0])
         plain = self.structure == [tuple, [tuple, *[Tensor] * size]] and {*map(type, batches)} == {tuple}
         plain = plain and {*map(len, batches)} == {size} and {*map(type, chain.from_iterable(batches))} == {Tensor}

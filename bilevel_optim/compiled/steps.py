@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, Self
 
@@ -47,6 +46,7 @@ PLAIN = (bool, int, float, str, tuple, type(None))
 NOT_IN_KEY = ("lr", "initial_lr", "params", "param_names", OWN)  # entries of a group; learning rates are tensors
 HOOKS = (module._global_forward_hooks, module._global_forward_pre_hooks)  # for all modules; Dynamo has no guard on them
 _ATTRIBUTES = attrgetter("requires_grad", "_backward_hooks")
+_KEY = attrgetter("_graph_key", "_lower_step_count")  # by default the same for all steps of a run
 PATIENCE = 8  # steps in a row of a new kind, after which no more steps are compiled
 FIRST, AT_RISK = 64, 0.5  # steps of the first chain; seconds that a chain may take, which an interrupt undoes
 FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # updates that Dynamo can trace
@@ -550,7 +550,7 @@ class CompiledSteps:
         if entry is None or self._why_eager(entry, sources) or self._moves_on_host or not sources.are_lists:
             return None
         kinds = self._kinds(entry, sources, most)
-        if len(kinds) < 2:
+        if sum([count for _, count in kinds]) < 2:
             return None
         began, place = time.monotonic(), self._place(sources)
         try:
@@ -566,11 +566,18 @@ class CompiledSteps:
         self._tell_gain()
         return found
 
-    def _kinds(self, first: Entry, sources: Sources, most: int) -> list[Entry]:
-        """Return the entries of the next steps, up to one that has to be made by itself, or is to be compared."""
-        optimizer, found, last, kept = self.optimizer, list[Entry](), first, first.unwatched
+    def _kinds(self, first: Entry, sources: Sources, most: int) -> list[tuple[Entry, int]]:
+        """Return the entries of the next steps, each with its number in a row.
+
+        They end before a step that has to be made by itself, or is to be compared.
+        """
+        optimizer, found, last, kept = self.optimizer, list[tuple[Entry, int]](), first, first.unwatched
         now, numbers, left = optimizer._run_state.steps, optimizer.numbers | sources.terms, dict[int, int]()
-        for k in range(min(most, STILL - 1 - now if now < STILL else most)):
+        most = min(most, STILL - 1 - now) if now < STILL else most
+        if _KEY(type(optimizer)) == _KEY(Method):  # the key is that of the first step
+            ready = first.compiled and first.compiled[0][1].may_follow
+            return [(first, min(most, kept))] if ready else []
+        for k in range(most):
             own = optimizer._graph_key(now + k, numbers)
             if own != last.key[2]:
                 key, left[id(last)] = [*first.key[:2], own, *first.key[3:]], kept
@@ -581,15 +588,20 @@ class CompiledSteps:
             if not kept or not last.compiled or not last.compiled[0][1].may_follow:
                 break
             kept -= 1
-            found.append(last)
+            if found and found[-1][0] is last:
+                found[-1] = last, found[-1][1] + 1
+            else:
+                found.append((last, 1))
         return found
 
-    def _follow_chain(self, kinds: Sequence[Entry], sources: Sources, place: Positions) -> Tensor | None:
+    def _follow_chain(
+        self, kinds: Sequence[tuple[Entry, int]], sources: Sources, place: Positions
+    ) -> Tensor | None:
         """Run steps of these kinds as a chain, and write the last; return the losses of those that passed, if any."""
         optimizer, parts, latest = self.optimizer, list[Part](), dict[Entry, Part]()
-        state, structure = kinds[0].places.read()
-        for entry, alike in groupby(kinds):
-            count, part = len([*alike]), latest.get(entry)
+        state, structure = kinds[0][0].places.read()
+        for entry, count in kinds:
+            part = latest.get(entry)
             if part is not None:  # no code of the user has run since its guards were checked
                 part = self._part_like(part, sources, count, state)
             else:
@@ -604,7 +616,7 @@ class CompiledSteps:
             state = [values[k] for k in part.program.next_state or ()]
         made = sum([len(part.losses) for part in parts])
         sound = self._sound(parts) if optimizer.check_finite else made
-        if sound < len(kinds):
+        if sound < sum([count for _, count in kinds]):
             self._return_to(sources, place)
             left = sound
             for i, part in enumerate(parts):
