@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby, islice, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, Self
 
@@ -139,7 +140,7 @@ class CompiledSteps:
         try:
             loss = self._step(sources, update)
         except BaseException:
-            self._return_to(sources, place)
+            self._return_to(place)
             raise
         self._tell_gain()
         return loss
@@ -556,10 +557,10 @@ class CompiledSteps:
         try:
             found = self._follow_chain(kinds, sources, place)
         except BaseException:
-            self._return_to(sources, place)
+            self._return_to(place)
             raise
         if found is None:
-            self._return_to(sources, place)
+            self._return_to(place)
             return None
         each = max(time.monotonic() - began, 1e-9) / len(found)
         self._most = min(max(int(AT_RISK / each), 1), CHECKED_EVERY)
@@ -567,36 +568,28 @@ class CompiledSteps:
         return found
 
     def _kinds(self, first: Entry, sources: Sources, most: int) -> list[tuple[Entry, int]]:
-        """Return the entries of the next steps, each with its number in a row.
-
-        They end before a step that has to be made by itself, or is to be compared.
-        """
-        optimizer, found, last, kept = self.optimizer, list[tuple[Entry, int]](), first, first.unwatched
-        now, numbers, left = optimizer._run_state.steps, optimizer.numbers | sources.terms, dict[int, int]()
+        """Return entries with numbers of next steps, up to one that has to be made by itself, or is to be compared."""
+        optimizer, found, left = self.optimizer, list[tuple[Entry, int]](), dict[Entry, int]()
+        now, numbers, one = optimizer._run_state.steps, optimizer.numbers | sources.terms, first.key[2]
         most = min(most, STILL - 1 - now) if now < STILL else most
-        if _KEY(type(optimizer)) == _KEY(Method):  # the key is that of the first step
-            ready = first.compiled and first.compiled[0][1].may_follow
-            return [(first, min(most, kept))] if ready else []
-        for k in range(most):
-            own = optimizer._graph_key(now + k, numbers)
-            if own != last.key[2]:
-                key, left[id(last)] = [*first.key[:2], own, *first.key[3:]], kept
-                other = next((entry for entry in self._entries if entry.key == key), None)
-                if other is None or other.reasons or (other.draws is None and other is not first):
-                    break
-                last, kept = other, left.get(id(other), other.unwatched)
-            if not kept or not last.compiled or not last.compiled[0][1].may_follow:
+        alike = _KEY(type(optimizer)) == _KEY(Method)
+        keys = repeat(one, most) if alike else (optimizer._graph_key(now + k, numbers) for k in range(most))
+        for own, same in groupby(keys):
+            key = [*first.key[:2], own, *first.key[3:]]
+            entry = next((entry for entry in self._entries if entry.key == key), None)
+            if entry is None or (found and (entry.reasons or (entry.draws is None and entry is not first))):
                 break
-            kept -= 1
-            if found and found[-1][0] is last:
-                found[-1] = last, found[-1][1] + 1
-            else:
-                found.append((last, 1))
+            may_follow = entry.compiled and entry.compiled[0][1].may_follow
+            kept = left.get(entry, entry.unwatched) if may_follow else 0
+            count = len([*islice(same, kept + 1)])
+            if kept:
+                found.append((entry, min(count, kept)))
+            if count > kept:
+                break
+            left[entry] = kept - count
         return found
 
-    def _follow_chain(
-        self, kinds: Sequence[tuple[Entry, int]], sources: Sources, place: Positions
-    ) -> Tensor | None:
+    def _follow_chain(self, kinds: list[tuple[Entry, int]], sources: Sources, place: list[Action]) -> Tensor | None:
         """Run steps of these kinds as a chain, and write the last; return the losses of those that passed, if any."""
         optimizer, parts, latest = self.optimizer, list[Part](), dict[Entry, Part]()
         state, structure = kinds[0][0].places.read()
@@ -617,7 +610,7 @@ class CompiledSteps:
         made = sum([len(part.losses) for part in parts])
         sound = self._sound(parts) if optimizer.check_finite else made
         if sound < sum([count for _, count in kinds]):
-            self._return_to(sources, place)
+            self._return_to(place)
             left = sound
             for i, part in enumerate(parts):
                 own = min(left, len(part.losses))
@@ -691,27 +684,25 @@ class CompiledSteps:
         while len(data) < count:
             more = self._drawn(entry, sources)
             assert more is not None
-            own = chain.tensors(more.drawn, more.random)
+            own = chain.form.tensors_of((more.drawn, more.random))
             if own is None:
                 break
             data.append(own)
         return data
 
-    def _place(self, sources: Sources) -> Positions:
-        marks = [objective.mark() for objective in sources.objectives.values()]
+    def _place(self, sources: Sources) -> list[Action]:
+        """Return what `_return_to` does to come back to the present place of all draws."""
+        generator = self.optimizer.generator
+        found: list[Action] = [partial(own.rewind, own.mark()) for own in sources.objectives.values()]
         if sources.draw_in_order and not self.optimizer._random_inputs():
-            return Positions(marks, None, None)  # an eager step rewinds what its evaluations draw
-        own = None if self.optimizer.generator is None else self.optimizer.generator.get_state()
-        return Positions(marks, own, torch.get_rng_state())
+            return found  # an eager step rewinds what its evaluations draw
+        if generator is not None:
+            found.append(partial(generator.set_state, generator.get_state()))
+        return [*found, partial(torch.set_rng_state, torch.get_rng_state())]
 
-    def _return_to(self, sources: Sources, place: Positions) -> None:
+    def _return_to(self, place: list[Action]) -> None:
         """Rewind all draws to a place."""
-        for objective, mark in zip(sources.objectives.values(), place.marks, strict=True):
-            objective.rewind(mark)
-        if self.optimizer.generator is not None and place.own is not None:
-            self.optimizer.generator.set_state(place.own)
-        if place.default is not None:
-            torch.set_rng_state(place.default)
+        make(place)
 
 
 class Part(NamedTuple):
@@ -725,11 +716,3 @@ class Part(NamedTuple):
     losses: list[Tensor]
     flags: list[Tensor]
     last: Call
-
-
-class Positions(NamedTuple):
-    """Positions of draws: in the data, and the states of the optimizer's generator and of torch's, if they advance."""
-
-    marks: list[tuple[Any, ...]]
-    own: Tensor | None
-    default: Tensor | None
