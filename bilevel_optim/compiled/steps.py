@@ -47,7 +47,6 @@ PLAIN = (bool, int, float, str, tuple, type(None))
 NOT_IN_KEY = ("lr", "initial_lr", "params", "param_names", OWN)  # entries of a group; learning rates are tensors
 HOOKS = (module._global_forward_hooks, module._global_forward_pre_hooks)  # for all modules; Dynamo has no guard on them
 _ATTRIBUTES = attrgetter("requires_grad", "_backward_hooks")
-_KEY = attrgetter("_graph_key", "_lower_step_count")  # by default the same for all steps of a run
 PATIENCE = 8  # steps in a row of a new kind, after which no more steps are compiled
 FIRST, AT_RISK = 64, 0.5  # steps of the first chain; seconds that a chain may take, which an interrupt undoes
 FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # updates that Dynamo can trace
@@ -571,8 +570,9 @@ class CompiledSteps:
         """Return entries with numbers of next steps, up to one that has to be made by itself, or is to be compared."""
         optimizer, found, left = self.optimizer, list[tuple[Entry, int]](), dict[Entry, int]()
         now, numbers, one = optimizer._run_state.steps, optimizer.numbers | sources.terms, first.key[2]
-        most = min(most, STILL - 1 - now) if now < STILL else most
-        alike = _KEY(type(optimizer)) == _KEY(Method)
+        kind, most = type(optimizer), min(most, STILL - 1 - now) if now < STILL else most
+        # By default all steps of a run have the same key.
+        alike = kind._graph_key is Method._graph_key and kind._lower_step_count is Method._lower_step_count
         keys = repeat(one, most) if alike else (optimizer._graph_key(now + k, numbers) for k in range(most))
         for own, same in groupby(keys):
             key = [*first.key[:2], own, *first.key[3:]]
