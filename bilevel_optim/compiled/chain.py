@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from .draws import Drawn
-from .forms import DataForm, structure_of
+from .forms import DataForm
 from .program import Call, StepProgram
-from .reasons import Refused
 from .small_cpu import CallList
 
 __all__ = ["Chain"]
@@ -33,6 +32,9 @@ class Chain:
         first: one of its calls.
         drawn: samples of that call.
         random: its random inputs.
+
+    Attributes:
+        form: that of both.
     """
 
     def __init__(self, program: StepProgram, first: Call, drawn: Drawn, random: Mapping[str, Tensor]) -> None:
@@ -44,7 +46,7 @@ class Chain:
         pairs = list(enumerate(program.next_state, self._first))
         self._from_results = [(j, int(k)) for j, k in pairs if k < count]
         self._from_arguments = [(j, k - count) for j, k in pairs if k >= count and j != k - count]
-        self._form = DataForm.of((drawn, random))
+        self.form = DataForm.of((drawn, random))
         # Without the indices and weights of batches.
         self._batches = {
             source: [DataForm.of(own[0] if len(own) == 3 else own) for own in samples]
@@ -56,14 +58,6 @@ class Chain:
         """Return True if a loss reads the memory of a live tensor by itself: it changes when a step is written."""
         moving, others = {*map(storage_of, live)}, first.arguments[: self._first]
         return any(storage_of(t) in moving for t in others)
-
-    def tensors(self, drawn: Drawn, random: Mapping[str, Tensor]) -> list[Tensor] | None:
-        """Return the tensors that a step draws; None if its samples have another form than the program's."""
-        found: list[Tensor] = []
-        try:
-            return found if self._form.fits(structure_of((drawn, random), found), found) else None
-        except Refused:
-            return None
 
     def rows(self, columns: Mapping[str, tuple[Sequence[Any], Sequence[Tensor]]], count: int) -> list[list[Tensor]]:
         """Return the tensors that each of ``count`` steps draws, up to the first step whose batches have another form.
@@ -78,22 +72,22 @@ class Chain:
                 if indices:
                     parts = [[*own, index] for own, index in zip(parts, indices, strict=False)]
                 drawn += [parts[k::times] for k in range(times)]
-        return [[*chain.from_iterable(row)] for row in zip(*drawn, strict=False)]
+        return [*map(list, map(chain.from_iterable, zip(*drawn, strict=False)))]
 
     def follow(self, first: Call, data: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor], Call]:
         """Return losses and flags of the first call and of a call for each element of ``data``, and the last call."""
         call, arguments, results = self.program.program.call, [*first.arguments], first.results
         reusing = self._with_kept_results(first) if len(data) > 2 else ()
         losses, flags, begin = [results[self._loss]], [results[self._flags]], self.program.reads
+        from_arguments, from_results, last = self._from_arguments, self._from_results, len(data) - 1
         with torch.no_grad():
             for k, drawn in enumerate(data):
-                for j, t in [(j, arguments[i]) for j, i in self._from_arguments]:
+                for j, t in [(j, arguments[i]) for j, i in from_arguments] if from_arguments else ():
                     arguments[j] = t
-                for j, i in self._from_results:
+                for j, i in from_results:
                     arguments[j] = results[i]
                 arguments[begin : begin + len(drawn)] = drawn
-                kept = bool(reusing) and k < len(data) - 1
-                results = reusing[k % len(reusing)](arguments) if kept else call([*arguments])
+                results = reusing[k % len(reusing)](arguments) if reusing and k < last else call([*arguments])
                 losses.append(results[self._loss])
                 flags.append(results[self._flags])
         if reusing:  # the memory of earlier results will be used again
@@ -126,11 +120,8 @@ def _parts(batches: Sequence[Any], forms: Sequence[DataForm]) -> Sequence[Sequen
         return batches
     found: list[list[Tensor]] = []
     for k, batch in enumerate(batches):
-        tensors: list[Tensor] = []
-        try:
-            if not forms[k % len(forms)].fits(structure_of((batch,), tensors), tensors):
-                break
-        except Refused:
+        tensors = forms[k % len(forms)].tensors_of((batch,))
+        if tensors is None:
             break
         found.append(tensors)
     return found

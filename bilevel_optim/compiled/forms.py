@@ -51,8 +51,17 @@ class DataForm:
         self.structure = structure  # comparing an object with itself takes no time
         return True
 
+    def tensors_of(self, value: Any) -> list[Tensor] | None:
+        """Return the tensors of nested data; None if these have another form."""
+        found: list[Tensor] = []
+        try:
+            return found if self.fits(structure_of(value, found), found) else None
+        except Refused:
+            return None
+
     def fit_plainly(self, batches: Sequence[Any]) -> bool:
         """Return True if this is the form of a sample, and all these batches for it are tuples of tensors and fit."""
+        batches = [*dict(zip(map(id, batches), batches, strict=True)).values()]  # one that comes again is checked once
         size = len(self._forms[0])
         plain = self.structure == [tuple, [tuple, *[Tensor] * size]] and {*map(type, batches)} == {tuple}
         plain = plain and {*map(len, batches)} == {size} and {*map(type, chain.from_iterable(batches))} == {Tensor}

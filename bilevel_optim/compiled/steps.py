@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, Self
 
@@ -139,7 +139,7 @@ class CompiledSteps:
         try:
             loss = self._step(sources, update)
         except BaseException:
-            self._return_to(sources, place)
+            self._return_to(place)
             raise
         self._tell_gain()
         return loss
@@ -550,46 +550,51 @@ class CompiledSteps:
         if entry is None or self._why_eager(entry, sources) or self._moves_on_host or not sources.are_lists:
             return None
         kinds = self._kinds(entry, sources, most)
-        if len(kinds) < 2:
+        if sum([count for _, count in kinds]) < 2:
             return None
         began, place = time.monotonic(), self._place(sources)
         try:
             found = self._follow_chain(kinds, sources, place)
         except BaseException:
-            self._return_to(sources, place)
+            self._return_to(place)
             raise
         if found is None:
-            self._return_to(sources, place)
+            self._return_to(place)
             return None
         each = max(time.monotonic() - began, 1e-9) / len(found)
         self._most = min(max(int(AT_RISK / each), 1), CHECKED_EVERY)
         self._tell_gain()
         return found
 
-    def _kinds(self, first: Entry, sources: Sources, most: int) -> list[Entry]:
-        """Return the entries of the next steps, up to one that has to be made by itself, or is to be compared."""
-        optimizer, found, last, kept = self.optimizer, list[Entry](), first, first.unwatched
-        now, numbers, left = optimizer._run_state.steps, optimizer.numbers | sources.terms, dict[int, int]()
-        for k in range(min(most, STILL - 1 - now if now < STILL else most)):
-            own = optimizer._graph_key(now + k, numbers)
-            if own != last.key[2]:
-                key, left[id(last)] = [*first.key[:2], own, *first.key[3:]], kept
-                other = next((entry for entry in self._entries if entry.key == key), None)
-                if other is None or other.reasons or (other.draws is None and other is not first):
-                    break
-                last, kept = other, left.get(id(other), other.unwatched)
-            if not kept or not last.compiled or not last.compiled[0][1].may_follow:
+    def _kinds(self, first: Entry, sources: Sources, most: int) -> list[tuple[Entry, int]]:
+        """Return entries with numbers of next steps, up to one that has to be made by itself, or is to be compared."""
+        optimizer, found, left = self.optimizer, list[tuple[Entry, int]](), dict[Entry, int]()
+        now, numbers, one = optimizer._run_state.steps, optimizer.numbers | sources.terms, first.key[2]
+        kind, most = type(optimizer), min(most, STILL - 1 - now) if now < STILL else most
+        # By default all steps of a run have the same key.
+        alike = kind._graph_key is Method._graph_key and kind._lower_step_count is Method._lower_step_count
+        keys = repeat(one, most) if alike else (optimizer._graph_key(now + k, numbers) for k in range(most))
+        for own, same in groupby(keys):
+            key = [*first.key[:2], own, *first.key[3:]]
+            entry = next((entry for entry in self._entries if entry.key == key), None)
+            if entry is None or (found and (entry.reasons or (entry.draws is None and entry is not first))):
                 break
-            kept -= 1
-            found.append(last)
+            may_follow = entry.compiled and entry.compiled[0][1].may_follow
+            kept = left.get(entry, entry.unwatched) if may_follow else 0
+            count = len([*islice(same, kept + 1)])
+            if kept:
+                found.append((entry, min(count, kept)))
+            if count > kept:
+                break
+            left[entry] = kept - count
         return found
 
-    def _follow_chain(self, kinds: Sequence[Entry], sources: Sources, place: Positions) -> Tensor | None:
+    def _follow_chain(self, kinds: list[tuple[Entry, int]], sources: Sources, place: list[Action]) -> Tensor | None:
         """Run steps of these kinds as a chain, and write the last; return the losses of those that passed, if any."""
         optimizer, parts, latest = self.optimizer, list[Part](), dict[Entry, Part]()
-        state, structure = kinds[0].places.read()
-        for entry, alike in groupby(kinds):
-            count, part = len([*alike]), latest.get(entry)
+        state, structure = kinds[0][0].places.read()
+        for entry, count in kinds:
+            part = latest.get(entry)
             if part is not None:  # no code of the user has run since its guards were checked
                 part = self._part_like(part, sources, count, state)
             else:
@@ -604,8 +609,8 @@ class CompiledSteps:
             state = [values[k] for k in part.program.next_state or ()]
         made = sum([len(part.losses) for part in parts])
         sound = self._sound(parts) if optimizer.check_finite else made
-        if sound < len(kinds):
-            self._return_to(sources, place)
+        if sound < sum([count for _, count in kinds]):
+            self._return_to(place)
             left = sound
             for i, part in enumerate(parts):
                 own = min(left, len(part.losses))
@@ -679,27 +684,25 @@ class CompiledSteps:
         while len(data) < count:
             more = self._drawn(entry, sources)
             assert more is not None
-            own = chain.tensors(more.drawn, more.random)
+            own = chain.form.tensors_of((more.drawn, more.random))
             if own is None:
                 break
             data.append(own)
         return data
 
-    def _place(self, sources: Sources) -> Positions:
-        marks = [objective.mark() for objective in sources.objectives.values()]
+    def _place(self, sources: Sources) -> list[Action]:
+        """Return what `_return_to` does to come back to the present place of all draws."""
+        generator = self.optimizer.generator
+        found: list[Action] = [partial(own.rewind, own.mark()) for own in sources.objectives.values()]
         if sources.draw_in_order and not self.optimizer._random_inputs():
-            return Positions(marks, None, None)  # an eager step rewinds what its evaluations draw
-        own = None if self.optimizer.generator is None else self.optimizer.generator.get_state()
-        return Positions(marks, own, torch.get_rng_state())
+            return found  # an eager step rewinds what its evaluations draw
+        if generator is not None:
+            found.append(partial(generator.set_state, generator.get_state()))
+        return [*found, partial(torch.set_rng_state, torch.get_rng_state())]
 
-    def _return_to(self, sources: Sources, place: Positions) -> None:
+    def _return_to(self, place: list[Action]) -> None:
         """Rewind all draws to a place."""
-        for objective, mark in zip(sources.objectives.values(), place.marks, strict=True):
-            objective.rewind(mark)
-        if self.optimizer.generator is not None and place.own is not None:
-            self.optimizer.generator.set_state(place.own)
-        if place.default is not None:
-            torch.set_rng_state(place.default)
+        make(place)
 
 
 class Part(NamedTuple):
@@ -713,11 +716,3 @@ class Part(NamedTuple):
     losses: list[Tensor]
     flags: list[Tensor]
     last: Call
-
-
-class Positions(NamedTuple):
-    """Positions of draws: in the data, and the states of the optimizer's generator and of torch's, if they advance."""
-
-    marks: list[tuple[Any, ...]]
-    own: Tensor | None
-    default: Tensor | None

@@ -144,8 +144,12 @@ def watch_losses(
     begins, ends = trend.count < WINDOW, len(trend.window) + len(values) >= WINDOW  # a window of losses
     if values and (begins or ends) and (here := slope()) is not None:
         trend.promised += here.norm * here.length * (len(values) if begins else max(len(values), WINDOW))
+    # None of many is above the first loss: a shortcut with the same result.
+    quiet = len(values) > 1 and trend.count >= WINDOW and max(values) <= (trend.first or 0.0)
+    if quiet:
+        trend.above, trend.count, trend.last = 0, trend.count + len(values), values[-1]
     for loss in values:
-        if trend.note_loss(loss) and "growing upper loss" not in warned:
+        if not quiet and trend.note_loss(loss) and "growing upper loss" not in warned:
             warned.add("growing upper loss")
             warn(f"{trend.text}: the run diverges. {DIVERGES}")
         said = trend.describe_rise(loss)

@@ -72,4 +72,6 @@ def test_batches_that_are_tuples_of_tensors_are_compared_in_a_row():
     form = DataForm.of((batches[0],))
     assert form.fit_plainly(batches)
     for name in ("a shape", "strides", "a type", "a tensor more", "a list", "a number"):
-        assert not form.fit_plainly(OTHERS[name](*data())), name
+        other = OTHERS[name](*data())
+        assert not form.fit_plainly(other), name
+        assert not form.fit_plainly([*batches, *batches, *other, *batches]), name

@@ -140,6 +140,48 @@ def test_steps_of_two_kinds_are_one_chain(monkeypatch):
     assert [times for times, _ in written] == [14]
 
 
+def test_steps_of_two_kinds_are_compared_as_often_as_one_by_one(monkeypatch):
+    """A chain ends before a step that is to be compared, of either kind."""
+    uses, compared = [], CompiledSteps._compared
+    noted = lambda own, entry, *given: uses.append(entry.uses) or compared(own, entry, *given)  # noqa: E731
+    monkeypatch.setattr(CompiledSteps, "_compared", noted)
+    found = []
+    for at_once in (False, True):
+        uses.clear()
+        optimizer, losses, *_ = sums()
+        with chained_steps() as counted:
+            if at_once:
+                optimizer.run(*losses, steps=80)
+            else:
+                for _ in range(80):
+                    optimizer.step(*losses)
+        found.append([*uses])
+    assert found[0] == found[1]
+    assert counted
+
+
+class Growing(bo.AID):
+    """AID with one more lower step from a step on."""
+
+    def _lower_step_count(self, steps):
+        return 1 + (steps >= 40)
+
+
+def test_a_step_with_more_lower_steps_ends_a_chain():
+    found = []
+    for at_once in (False, True):
+        optimizer, losses, x, y = problem(Growing, BATCHES[:3], BATCHES, linear_solver="neumann")
+        several = [optimizer.step(*losses).reshape(1) for _ in range(34)]
+        with chained_steps() as counted:
+            if at_once:
+                several.append(optimizer.run(*losses, steps=14))
+            else:
+                several += [optimizer.step(*losses).reshape(1) for _ in range(14)]
+        found.append(ends(optimizer, losses, x, y, several))
+    assert all(map(torch.equal, *found))
+    assert counted
+
+
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 @pytest.mark.parametrize("rate", [1e12, pytest.param(1e20, marks=pytest.mark.slow)])
 def test_a_chain_of_two_kinds_ends_before_values_that_are_not_finite(rate):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.optimizer.progress import UpperTrend
+from bilevel_optim.optimizer.progress import UpperTrend, watch_losses
 
-from ..problems import Quadratic
+from ..problems import Quadratic, seeded
 
 STEPS = {"AID": {"lower_steps": 5}, "ITD": {"lower_steps": 5}, "F2SA": {"lower_steps": 1, "normalize": False},
          "SOBA": {}, "FSLA": {}, "StocBiO": {"lower_steps": 1}, "FirstOrder": {"lower_steps": 1}}  # fmt: skip
@@ -257,6 +257,27 @@ def test_a_loss_that_comes_down_ends_a_row_of_growing_ones():
     assert not any(trend.note_loss(loss) for loss in (*early, 400.0, 350.0, 500.0, 450.0))
     trend = UpperTrend()
     assert [trend.note_loss(loss) for loss in (*early, 400.0, 500.0)][-2:] == [False, True]
+
+
+@pytest.mark.parametrize("where", [(61, 62), (55, 70)])
+@pytest.mark.parametrize("rise", [0.0, 0.5, 4000.0])
+@pytest.mark.parametrize("first", [2.0, 0.4])
+def test_many_losses_at_once_are_noted_as_one_by_one(first, rise, where):
+    later = torch.rand(89, generator=seeded(0), dtype=torch.float64)
+    losses = torch.cat([torch.tensor([first], dtype=torch.float64), later])
+    losses[where[0]] += rise
+    losses[where[1]] += 1.01 * rise
+    ends = []
+    for size in (1, 7, 32, 90):
+        trend, told, count = UpperTrend(), set(), 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for some in losses.split(size):
+                count += len(some)
+                watch_losses(trend, told, count, some, lambda: None)
+        ends.append((trend, told))
+    assert ends[1:] == ends[:-1]
+    assert bool(ends[0][1]) == (rise > 1 and where == (61, 62))
 
 
 @pytest.mark.parametrize("method", ["SOBA", "FirstOrder"])
