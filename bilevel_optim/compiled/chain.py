@@ -55,9 +55,9 @@ class Chain:
         self._reusing: Sequence[CallList] | None = None  # the program again, with results that keep their memory
 
     def shares_memory(self, first: Call, live: Sequence[Tensor]) -> bool:
-        """Return True if a loss reads the memory of a live tensor by itself: it changes when a step is written."""
+        """Return True if a loss may read the memory of a live tensor by itself: it changes when a step is written."""
         moving, others = {*map(storage_of, live)}, first.arguments[: self._first]
-        return any(storage_of(t) in moving for t in others)
+        return any(t.layout is not torch.strided or storage_of(t) in moving for t in others)
 
     def rows(self, columns: Mapping[str, tuple[Sequence[Any], Sequence[Tensor]]], count: int) -> list[list[Tensor]]:
         """Return the tensors that each of ``count`` steps draws, up to the first step whose batches have another form.

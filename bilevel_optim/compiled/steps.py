@@ -134,12 +134,13 @@ class CompiledSteps:
 
     def step(self, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
         """Make a step, compiled if it can be."""
-        sources = Sources.of(upper, lower, tasks)
+        sources, done = Sources.of(upper, lower, tasks), self.optimizer._run_state.steps
         place = self._place(sources)
         try:
             loss = self._step(sources, update)
         except BaseException:
-            self._return_to(place)
+            if self.optimizer._run_state.steps == done:  # else an interrupt has waited for the step
+                self._return_to(place)
             raise
         self._tell_gain()
         return loss
@@ -552,11 +553,12 @@ class CompiledSteps:
         kinds = self._kinds(entry, sources, most)
         if sum([count for _, count in kinds]) < 2:
             return None
-        began, place = time.monotonic(), self._place(sources)
+        began, place, done = time.monotonic(), self._place(sources), self.optimizer._run_state.steps
         try:
             found = self._follow_chain(kinds, sources, place)
         except BaseException:
-            self._return_to(place)
+            if self.optimizer._run_state.steps == done:
+                self._return_to(place)
             raise
         if found is None:
             self._return_to(place)

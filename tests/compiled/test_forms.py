@@ -23,6 +23,7 @@ OTHERS = {
     "strides": lambda first, second: [(torch.zeros(2, 3).t(), first[1]), second],
     "a type": lambda first, second: [(first[0].bfloat16(), first[1]), second],
     "a gradient": lambda first, second: [(first[0].requires_grad_(), first[1]), second],
+    "a negated view": lambda first, second: [(torch._neg_view(first[0]), first[1]), second],
     "a tensor more": lambda first, second: [(*first, first[1]), second],
     "a sample less": lambda first, second: [first],
     "a list": lambda first, second: [[*first], second],
@@ -75,3 +76,10 @@ def test_batches_that_are_tuples_of_tensors_are_compared_in_a_row():
         other = OTHERS[name](*data())
         assert not form.fit_plainly(other), name
         assert not form.fit_plainly([*batches, *batches, *other, *batches]), name
+
+
+def test_numbers_still_to_be_conjugated_have_a_form_of_their_own():
+    value = [torch.ones(2, dtype=torch.complex64)]
+    assert fits(DataForm.of(value), [value[0] + 1])
+    assert not fits(DataForm.of(value), [value[0].conj()])
+    assert not DataForm.of((value[0],)).fit_plainly([(value[0].conj(),)])

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.mutation_guard import GenerationTracker
 
 import bilevel_optim as bo
-from bilevel_optim.compiled import program
+from bilevel_optim.compiled import program, reading
 
 from ..problems import seeded
 
@@ -194,3 +194,21 @@ def test_a_look_counts_for_cuda_graphs_and_heeds_a_stance():
     ):
         step()
     assert "switched off" in optimizer.diagnostics["compile_fallback"]
+
+
+def test_an_interrupt_as_guards_are_asked_leaves_dynamo_as_it_was(monkeypatch):
+    inner, calls = reading.set_eval_frame, []
+
+    def interrupted(callback):
+        before = inner(callback)
+        calls.append(callback)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return before
+
+    monkeypatch.setattr(reading, "set_eval_frame", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reading.look(lambda: None)
+    left = inner(None)
+    assert left is None
+    assert len(calls) == 1

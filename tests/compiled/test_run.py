@@ -564,3 +564,19 @@ def test_changed_options_are_seen():
         found.append([x.detach(), y.detach(), *several])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_sparse_batches_are_taken_one_by_one():
+    """Nothing tells whether a sparse tensor shares memory with a live one, so no step follows another unwritten."""
+    batches, found = [batch.to_sparse() for batch in BATCHES], []
+    for compiled in (False, True):
+        x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.1, 0.5))
+        optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
+        if compiled:
+            optimizer.compile(backend="eager")
+        lower = bo.Objective(lambda b, x=x, y=y: (b @ (y - x)[:, None]).square().sum() + y.square().sum(), batches)
+        upper = bo.Objective(lambda b, y=y: (b @ (y - 1)[:, None]).square().sum(), batches[::-1])
+        found.append([optimizer.run(upper, lower, steps=12), x.detach(), y.detach()])
+        assert "compile_fallback" not in optimizer.diagnostics
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)

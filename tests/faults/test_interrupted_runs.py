@@ -101,3 +101,28 @@ def test_an_interrupted_run_is_whole_and_loses_little(data, after, monkeypatch):
     optimizer.run(upper, lower, steps=5)
     twin[0].run(*twin[1:3], steps=5)
     torch.testing.assert_close(left(optimizer, *[lower, x, y]), left(twin[0], *twin[2:]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_an_interrupt_as_a_compiled_step_is_written_keeps_the_place_in_the_data_too(steps, monkeypatch):
+    optimizer, upper, lower, x, y = made(bo.SOBA, [*ROWS], True)
+    twin = made(bo.SOBA, [*ROWS], False)
+    for _ in range(12):
+        optimizer.step(upper, lower)
+    inner = compiled_steps.make
+
+    def interrupted(writes):
+        inner(writes)
+        if len(writes) > 2:  # not those that rewind
+            monkeypatch.setattr(compiled_steps, "make", inner)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiled_steps, "make", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.run(upper, lower, steps=steps)
+    count = optimizer._run_state.steps
+    assert count > 12
+    optimizer.step(upper, lower)
+    for _ in range(count + 1):
+        twin[0].step(*twin[1:3])
+    torch.testing.assert_close(left(optimizer, *[lower, x, y]), left(twin[0], *twin[2:]), rtol=1e-12, atol=1e-12)

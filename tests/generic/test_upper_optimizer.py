@@ -174,6 +174,20 @@ def test_options_of_sgd_count_in_a_step_of_x_alone():
     close(x.detach(), expected, 1e-12)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_option_of_sgd_that_is_deleted_no_longer_counts(compiled):
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.05, lower_lr=0.1, lower_steps=2)
+    if compiled:
+        optimizer.compile(backend="eager")
+    for decay in (None, None, 0.5, 0.5, None, None, None):
+        optimizer.param_groups[0].pop("weight_decay", None)
+        optimizer.param_groups[0].update({} if decay is None else {"weight_decay": decay})
+        before = x.detach().clone()
+        optimizer.step(lambda: (y - 3).square().sum(), lambda: (y - x).square().sum())
+        close(x.detach(), before - 0.05 * (x.grad + (decay or 0.0) * before), 1e-6)
+
+
 def test_options_of_sgd_in_groups_are_refused_where_the_method_makes_the_steps():
     x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
     message = r"Invalid weight_decay value: 0.5 .RAHGD has its own update of x: .*; leave weight_decay out of the upper"
