@@ -818,8 +818,8 @@ def log(x, y):
 
 
 def own_data(x, y):
-    rows = iter(torch.linspace(0.5, 1.5, 2000))
-    return lambda: base(x, y, next(rows))
+    rows = iter(torch.linspace(0.5, 1.5, 40))
+    return lambda: base(x, y, next(rows, 1.0))
 
 
 def branch(x, y):
