@@ -13,31 +13,75 @@ from ..optimizer.step import Draw, TaskDraw
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, Sample, as_objective
 from ..problem.tasks import StandIn
+from .forms import structure_of
 
-__all__ = ["MOST_TERMS", "Drawn", "GivenData", "Recorded", "Sources", "draw", "draw_many", "draw_tasks", "in_a_row"]
+__all__ = [
+    "MOST_TERMS", "Drawn", "GivenData", "Plan", "Recorded", "Sources", "draw", "draw_many", "draw_tasks", "in_a_row",
+]  # fmt: skip
 
 MOST_TERMS = 64  # most terms of a finite sum in a compiled step
 Drawn = dict[str, list[Any]]  # source -> its samples, in order: arguments, or arguments, index and weight
 
 
+class SourceKind:
+    """What a step's sources have in common with those of others, without a reference to losses or data.
+
+    Args:
+        sources: the sources.
+        types: types and sizes on which the rest depends.
+
+    Attributes:
+        key: cache key for the kinds of a step's draws.
+        terms: number of terms of each loss that is a finite sum.
+        draw_in_order: whether each loss draws the next batches of a list, or nothing: without random numbers.
+        are_lists: whether each loss draws from its own list or finite sum, so that nothing depends on the time of a
+            draw.
+        why_eager: why steps with these losses are not compiled; empty if they may be.
+    """
+
+    def __init__(self, sources: Sources, types: list[Any]) -> None:
+        self.types, losses, alone = types, sources.objectives.values(), sources.tasks is None
+        self.terms = {f"{level}_terms": o.terms for level, o in sources.objectives.items() if o.terms is not None}
+        self.key = [alone] + [
+            None if o is None else (type(o), o.data is None, o.features is None, o.terms)
+            for o in (sources.upper, sources.lower)
+        ]
+        self.draw_in_order = alone and all([type(o) is Objective and type(o.data) in _LISTS for o in losses])
+        self.are_lists = alone and sources.upper is not sources.lower and all(map(_is_list, losses))
+        self.why_eager = "" if all([o.accumulate == 1 for o in losses]) else ACCUMULATES
+
+
 class Sources:
     """Sources of a step's samples: the two losses as they were passed, and a task sampler.
 
+    Args:
+        upper, lower, tasks: the sources.
+        last: kind of those of the step before, which most steps share.
+
     Attributes:
         objectives: the losses by level.
+        kind: their kind.
     """
 
-    __slots__ = ("lower", "objectives", "tasks", "upper")
+    __slots__ = ("kind", "lower", "objectives", "tasks", "upper")
 
-    def __init__(self, upper: Objective | None, lower: Objective | None, tasks: Any) -> None:
+    def __init__(
+        self, upper: Objective | None, lower: Objective | None, tasks: Any, last: SourceKind | None = None
+    ) -> None:
         self.upper, self.lower, self.tasks = upper, lower, tasks
-        self.objectives = {level: o for level, o in (("upper", upper), ("lower", lower)) if o is not None}
+        self.objectives: dict[str, Objective] = {}
+        types = [tasks is None, upper is lower]
+        for level, o in (("upper", upper), ("lower", lower)):
+            if o is not None:
+                self.objectives[level] = o
+                types += level, type(o), type(o.data), o.features is None, o.terms, o.accumulate
+        self.kind = last if last is not None and last.types == types else SourceKind(self, types)
 
     @classmethod
-    def of(cls, upper: Loss | None, lower: Loss | None, tasks: Any) -> Self:
+    def of(cls, upper: Loss | None, lower: Loss | None, tasks: Any, last: SourceKind | None = None) -> Self:
         """Return the sources of a step with these arguments."""
         f = None if upper is None else as_objective(upper, "upper")
-        return cls(f, None if lower is None else as_objective(lower, "lower"), tasks)
+        return cls(f, None if lower is None else as_objective(lower, "lower"), tasks, last)
 
     @property
     def code(self) -> tuple[Any, ...]:
@@ -59,39 +103,8 @@ class Sources:
                 found[f"{level} terms"] = objective.terms
         return found
 
-    @property
-    def kind(self) -> list[Any]:
-        """Cache key for the kinds of a step's draws, without the losses themselves."""
-        return [self.tasks is None] + [
-            None if o is None else (type(o), o.data is None, o.features is None, o.terms)
-            for o in (self.upper, self.lower)
-        ]
 
-    @property
-    def draw_in_order(self) -> bool:
-        """True if each loss draws the next batches of a list, or nothing: without random numbers."""
-        plain = [type(own) is Objective and type(own.data) in _LISTS for own in self.objectives.values()]
-        return self.tasks is None and all(plain)
-
-    @property
-    def terms(self) -> dict[str, int]:
-        """Number of terms of each loss that is a finite sum."""
-        return {f"{level}_terms": o.terms for level, o in self.objectives.items() if o.terms is not None}
-
-    @property
-    def are_lists(self) -> bool:
-        """True if each loss draws from its own list or finite sum, so that nothing depends on the time of a draw."""
-        return self.tasks is None and self.upper is not self.lower and all(map(_is_list, self.objectives.values()))
-
-    def why_eager(self) -> str:
-        """Return why steps with these losses are not compiled; empty if they may be."""
-        for objective in self.objectives.values():
-            if objective.accumulate > 1:
-                return (
-                    "an Objective has accumulate > 1, but a compiled step takes a sample as one batch: use larger "
-                    "batches"
-                )
-        return ""
+ACCUMULATES = "an Objective has accumulate > 1, but a compiled step takes a sample as one batch: use larger batches"
 
 
 def _is_list(objective: Objective) -> bool:
@@ -119,23 +132,83 @@ def draw(draws: Sequence[tuple[Draw, int]], sources: Sources, random: Mapping[st
         random: random inputs of the step.
     """
     found: Drawn = {}
-    numbers = {name: int(value) for name, value in random.items()}
-    for own, times in draws:
-        level = own.level if own.level in sources.objectives else "upper"  # the method takes one loss
-        objective = sources.objectives[level]
-        if own.whole:
+    objectives = sources.objectives
+    for (level, whole, only), times in draws:
+        if level not in objectives:
+            level = "upper"  # the method takes one loss
+        objective = objectives[level]
+        if whole:
             found.setdefault(f"all of {level}", []).extend(_terms(objective) for _ in range(times))
             continue
         batches = found.setdefault(level, [])
-        if own.only is not None and own.only[1] > numbers[own.only[0]]:
+        if only is not None and only[1] > int(random[only[0]]):
             batches += [batches[-1]] * times
         elif type(objective) is not Objective:
             batches += _some(objective, times)
         elif objective.data is None:
             batches += [()] * times
         else:
-            batches += [(batch,) for batch in objective.take(times)]
+            batches += zip(objective.take(times))
     return found
+
+
+class Plan:
+    """Draws of a step whose samples are tuples of tensors from lists: the tensors that its graph takes, in order.
+
+    A shortcut, because every step does this: such samples need not be put together and taken apart again.
+
+    Args:
+        drawn: the samples of one step.
+        sizes: number of tensors of each sample, by source; 0 for a loss without data.
+
+    Attributes:
+        structure: that of the samples, with no random inputs.
+    """
+
+    def __init__(self, drawn: Drawn, sizes: Mapping[str, int]) -> None:
+        self._sizes = [(source, len(drawn[source]), size) for source, size in sizes.items()]
+        self.structure = structure_of((drawn, {}), [])
+
+    @classmethod
+    def of(cls, draws: Sequence[tuple[Draw, int]], sources: Sources, drawn: Drawn) -> Self | None:
+        """Return the plan for these draws, which have given such samples; None if samples are of another kind."""
+        alone = sources.kind.draw_in_order and sources.upper is not sources.lower
+        if not alone or any([own.whole or own.only for own, _ in draws]):
+            return None
+        sizes: dict[str, int] = {}
+        for source, samples in drawn.items():
+            found = {*map(_size_of, samples)}
+            if len(found) > 1 or -1 in found:
+                return None
+            sizes[source] = found.pop()
+        return cls(drawn, sizes)
+
+    def draw(self, sources: Sources) -> tuple[dict[str, list[Any]], list[Tensor] | None]:
+        """Draw the batches of a step, by source, and return their tensors too; None if a batch has another form."""
+        batches: dict[str, list[Any]] = {}
+        tensors: list[Tensor] | None = []
+        for source, times, size in self._sizes:
+            if not size:
+                continue
+            batches[source] = taken = sources.objectives[source].take(times)
+            for batch in taken:
+                if tensors is None or type(batch) is not tuple or len(batch) != size:
+                    tensors = None
+                else:
+                    tensors += batch
+        return batches, tensors
+
+    def samples(self, batches: Mapping[str, list[Any]]) -> Drawn:
+        """Return the samples of these batches."""
+        return {source: [*zip(batches[source])] if size else [()] * times for source, times, size in self._sizes}
+
+
+def _size_of(sample: Any) -> int:
+    """Return the number of tensors of a sample; -1 if it is not one tuple of tensors, or nothing."""
+    if not sample:
+        return 0
+    (batch,) = sample
+    return len(batch) if type(batch) is tuple and {*map(type, batch)} == {Tensor} else -1
 
 
 def draw_many(

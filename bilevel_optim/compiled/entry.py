@@ -21,6 +21,7 @@ from ..problem.parameters import is_number, require
 from ..problem.random import preserve_rng
 from .alone import gradients_aside, hold_tracing_lock
 from .backend import maker_of
+from .draws import Plan
 from .forms import DataForm
 from .gain import Gain
 from .places import StatePlaces
@@ -92,6 +93,7 @@ class Entry:
     Attributes:
         is_known: whether there was such a step before; the first may be the only one.
         draws: draws of each step (without tasks from `in_a_row`); None if the method has to be asked.
+        plan: draws samples that are tuples of tensors, once there were some.
         draw_all: draws all that a step needs, for a method that chooses its own tasks.
         pure, places: see `settle`; before, the entry has neither.
         compiled: form of the data and the function compiled for it, the last used first.
@@ -108,11 +110,16 @@ class Entry:
         self.key, self._settings = key, settings
         self.is_known = False
         self.draws: Sequence[Any] | None = None
+        self.plan: Plan | None = None
         self.draw_all: Callable[[Any, Mapping[str, Tensor]], Any] | None = None
         self.compiled: list[tuple[DataForm, StepReader]] = []
         self.reasons: dict[Any, str] = {}
         self.uses = self.count = 0
         self.gain = Gain()
+
+    def forget_draws(self) -> None:
+        """Let the method be asked for the draws of the next step."""
+        self.draws = self.plan = None
 
     def settle(self, pure: PureStep, places: StatePlaces) -> None:
         """Note the step as a function, and where its state lives, once the state has settled."""
@@ -133,11 +140,15 @@ class Entry:
             if form.fits(structure, tensors):
                 if i:
                     self.compiled.insert(0, self.compiled.pop(i))
-                try:
-                    return reader.known(losses)
-                except Exception:  # the losses have changed in a way that torch's guards do not see
-                    return None
+                return self.known_to(reader, losses)
         return None
+
+    def known_to(self, reader: StepReader, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]] | None:
+        """Return the program for what the losses read at present, and that, if one fits."""
+        try:
+            return reader.known(losses)
+        except Exception:  # the losses have changed in a way that torch's guards do not see
+            return None
 
     def known(self, given: Given) -> dict[str, Any] | None:
         """Run a compiled program for this step, without gradients; return None if none fits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, starmap
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Self
 
 import torch
@@ -58,6 +58,14 @@ class DataForm:
             return found if self.fits(structure_of(value, found), found) else None
         except Refused:
             return None
+
+    def fits_at_once(self, structure: tuple[Any, Any], tensors: Sequence[Tensor]) -> bool:
+        """Return True if such data have this form; False if that takes a longer look (`fits`)."""
+        if not all(map(is_, structure, self.structure)):
+            if structure != self.structure:
+                return False
+            self.structure = structure
+        return self._guards.check(*tensors)
 
     def fit_plainly(self, batches: Sequence[Any]) -> bool:
         """Return True if this is the form of a sample, and all these batches for it are tuples of tensors and fit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class StatePlaces:
         self._live = [*pure.live_x, *pure.live_y]
         self._structure: Any = None
         self._found = False  # the rest is known
-        self._kept: list[Any] = []  # options on which the state depends, and all names in it
+        self._kept: list[Any] = []  # options on which the state depends, and the numbers of names in it
         self._owners: list[Tensor] = []  # tensors with a state
         self._states: list[dict[str, Any]] = []  # their states
         self._entries: list[tuple[dict[str, Any], str]] = []  # those that a step reads, in order
@@ -65,14 +65,17 @@ class StatePlaces:
         tensors = [t.detach() for t in self._live]
         tensors += self._pure.buffers
         tensors += self._rates(tensors[-1].device)
-        kept = [entries[name] for entries, name in self._entries]
+        try:
+            kept = [entries[name] for entries, name in self._entries]
+        except KeyError:  # another entry is in its place
+            return None
         if numbers := self._optimizer.numbers:
             kept += [value for value in numbers.values() if isinstance(value, Tensor)]
         return tensors + kept if all([isinstance(t, Tensor) for t in kept]) else None
 
     def _options(self) -> list[Any]:
         optimizer, numbers = self._optimizer, self._optimizer.numbers
-        found = [optimizer.warm_start, optimizer.lower_init is None, optimizer._placeholders, *map(list, self._states)]
+        found = [optimizer.warm_start, optimizer.lower_init is None, optimizer._placeholders, *map(len, self._states)]
         return found + [name for name in numbers if isinstance(numbers[name], Tensor)] if numbers else found
 
     def _search(self) -> tuple[list[Tensor], Any]:
@@ -135,6 +138,8 @@ class Writer:
         self.loss, self.flags = results["loss"], results["flags"]
         self.alerts, self.counts = results["alerts"], results["counts"]
         self._gradient, self._diagnostics = results["gradient"], results["diagnostics"]
+        plain = len(self._diagnostics) > 1 and {*map(type, self._diagnostics.values())} == {Place}
+        self._figures = [*self._diagnostics], itemgetter(*self._diagnostics.values()) if plain else None
         self._numbers = {**results["plain"], **results["numbers"]}
         self._pure, self._x = pure, pure.live_x
         y, self._buffers = pure.live_y, results["buffers"]
@@ -172,8 +177,13 @@ class Writer:
             found.append(partial(torch._foreach_copy_, self._live, [values[place] for place in self._values]))
         if self._buffers:
             found += buffer_writes(self._pure, [values[place] for place in self._buffers])
-        figures, numbers = picked(self._diagnostics, values), picked(self._numbers, values)
-        return found + optimizer._result_writes(figures, numbers, optimizer._run_state.found, after)
+        figures, numbers = self._figures_in(values), picked(self._numbers, values) if self._numbers else {}
+        found += optimizer._result_writes(figures, numbers, optimizer._run_state.found, after)
+        return found
+
+    def _figures_in(self, values: Sequence[Tensor]) -> dict[str, Any]:
+        names, pick = self._figures
+        return picked(self._diagnostics, values) if pick is None else dict(zip(names, pick(values), strict=True))
 
     def writes_as(self, other: Writer) -> bool:
         """Return True if another writer writes to the same places, so that this one's results replace its own."""

@@ -169,7 +169,8 @@ def look(function: Callable[..., Any], *arguments: Any) -> Any:
 
     As `torch._dynamo.run`, whose wrapper takes longer than the guards of a small loss.
     """
-    GenerationTracker.generation += 1  # by which CUDA graphs tell steps apart
+    if torch.cuda.is_initialized():
+        GenerationTracker.generation += 1  # by which CUDA graphs tell steps apart
     before = set_eval_frame(None)  # first, so that an interrupt leaves no setting of ours
     try:
         set_eval_frame(_callback_from_stance(False))
@@ -373,9 +374,16 @@ def _backend(calls: list[tuple[GraphModule, Sequence[Tensor]]]) -> Callable[...,
 
 
 def _about_the_user(guards: Sequence[Any]) -> list[bool]:
-    """Return which guards to keep: all but those on the library's own objects and on the example arguments."""
-    return [_OWN not in guard.name and not guard.name.startswith(_FIXED) for guard in guards]
+    """Return which guards to keep.
+
+    All but those on the library's own objects, on the example arguments, and on hooks that only AOTAutograd heeds: a
+    function in Python, which takes a tenth of a look.
+    """
+    return [
+        _OWN not in guard.name and not guard.name.startswith(_FIXED) and guard.guard_type != _OF_AOT for guard in guards
+    ]
 
 
+_OF_AOT = "AUTOGRAD_SAVED_TENSORS_HOOKS"
 _OWN = "__import_bilevel_optim_dot_"
 _FIXED = ("arguments", "role")  # torch leaves out the L['...'] of local names

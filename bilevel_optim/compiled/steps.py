@@ -32,7 +32,19 @@ from ..solvers.agd import AGD
 from ..solvers.lower import is_known
 from .chain import Chain
 from .compare import Accepted, Results, mismatch, perturbed_by_rounding
-from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_many, draw_tasks, in_a_row
+from .draws import (
+    MOST_TERMS,
+    Drawn,
+    GivenData,
+    Plan,
+    Recorded,
+    SourceKind,
+    Sources,
+    draw,
+    draw_many,
+    draw_tasks,
+    in_a_row,
+)
 from .entry import CHECKED_EVERY, MOST, Entry, Full, Settings
 from .forms import structure_of
 from .gain import LOOKS
@@ -57,18 +69,34 @@ DIFFERS = (
 )
 
 
-class Inputs(NamedTuple):
+class Inputs:
     """Inputs of a step besides the state.
 
-    Attributes:
+    Args:
         sources: the sources of its samples.
-        drawn: its samples.
         random: random inputs.
+        drawn: its samples, if they are not drawn by a plan.
+        plan: that plan, which draws them now.
+
+    Attributes:
+        tensors: tensors of the samples, if they were drawn by a plan and have its form; else None.
     """
 
-    sources: Sources
-    drawn: Drawn
-    random: dict[str, Tensor]
+    __slots__ = ("_batches", "_drawn", "_plan", "random", "sources", "tensors")
+
+    def __init__(
+        self, sources: Sources, random: dict[str, Tensor], drawn: Drawn | None = None, plan: Plan | None = None
+    ) -> None:
+        self.sources, self.random, self._drawn, self._plan = sources, random, drawn, plan
+        self._batches, self.tensors = ({}, None) if plan is None else plan.draw(sources)
+
+    @property
+    def drawn(self) -> Drawn:
+        """The samples, by source."""
+        if self._drawn is None:
+            assert self._plan is not None
+            self._drawn = self._plan.samples(self._batches)
+        return self._drawn
 
 
 class CompiledSteps:
@@ -90,6 +118,7 @@ class CompiledSteps:
         self._new = 0  # steps in a row of a new kind
         self._state: Any = None  # of the optimizer; draws of the entries depend on it
         self._rates: tuple[list[Any], list[Tensor]] = ([], [])
+        self._kind: SourceKind | None = None  # of the last step's sources
         self._most = FIRST
         self._told = ""  # what the last compilation has gained
         self._loses = False  # it has not paid, which is still to be told
@@ -134,7 +163,7 @@ class CompiledSteps:
 
     def step(self, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
         """Make a step, compiled if it can be."""
-        sources, done = Sources.of(upper, lower, tasks), self.optimizer._run_state.steps
+        sources, done = self._sources_of(upper, lower, tasks), self.optimizer._run_state.steps
         place = self._place(sources)
         try:
             loss = self._step(sources, update)
@@ -152,6 +181,11 @@ class CompiledSteps:
         if self._loses:
             self._loses = False
             warn(f"compiled steps are not faster: {self._told}. Leave out compile()")
+
+    def _sources_of(self, upper: Loss | None, lower: Loss | None, tasks: Any) -> Sources:
+        sources = Sources.of(upper, lower, tasks, self._kind)
+        self._kind = sources.kind
+        return sources
 
     def _step(self, sources: Sources, update: bool) -> Tensor:
         entry = self._entry(sources, update)
@@ -213,8 +247,8 @@ class CompiledSteps:
     def _why_eager(self, entry: Entry | None, sources: Sources) -> str:
         """Return why a step with these losses runs eagerly; empty if it may be compiled."""
         if entry is not None:  # so nothing stands against all steps
-            return sources.why_eager() or (entry.reasons.get(sources.code, "") if entry.reasons else "")
-        why, code = self._why_always(sources.tasks) or sources.why_eager(), sources.code
+            return sources.kind.why_eager or (entry.reasons.get(sources.code, "") if entry.reasons else "")
+        why, code = self._why_always(sources.tasks) or sources.kind.why_eager, sources.code
         # Earlier steps may have had the same losses.
         return why or next((own.reasons[code] for own in self._entries if code in own.reasons), "")
 
@@ -224,20 +258,21 @@ class CompiledSteps:
         if self._why_always(sources.tasks):
             return None
         state, moves = optimizer._run_state, update and not self._moves_on_host
-        own = optimizer._graph_key(state.steps, optimizer.numbers | sources.terms)
+        own = optimizer._graph_key(state.steps, optimizer.numbers | sources.kind.terms)
         if own is None:
             return None
-        key = [moves, sources.kind, own, self._options()]
+        key = [moves, sources.kind.key, own, self._options()]
         if optimizer.state is not self._state:  # another one has been loaded
             self._state = optimizer.state
             for entry in self._entries:
-                entry.draws, entry.is_known = None, entry.is_known and state.steps > 0
+                entry.forget_draws()
+                entry.is_known = entry.is_known and state.steps > 0
         for i, entry in enumerate(self._entries):
             if entry.key == key:
                 self._new = 0
                 if i:
                     self._entries.insert(0, self._entries.pop(i))
-                    entry.draws = None  # other steps may have replaced tables, for example
+                    entry.forget_draws()  # other steps may have replaced tables, for example
                 return entry
         self._new += 1
         if self._new > PATIENCE:
@@ -291,6 +326,8 @@ class CompiledSteps:
     def _drawn(self, entry: Entry, sources: Sources) -> Inputs | None:
         """Draw the inputs of a step; return None, with a reason recorded, if its draws are not known before it."""
         optimizer, tasks = self.optimizer, sources.tasks
+        if entry.plan is not None:
+            return Inputs(sources, {}, plan=entry.plan)
         if entry.draw_all is None and entry.draws is None:
             entry.draws = self._declared(entry, sources)
             if entry.draws is None:
@@ -298,11 +335,13 @@ class CompiledSteps:
         counts = optimizer._random_inputs()
         random = draw_random_inputs(counts, optimizer.generator) if counts else {}
         if entry.draw_all is not None:
-            return Inputs(sources, {"whole": [entry.draw_all(tasks, random)]}, random)
+            return Inputs(sources, random, {"whole": [entry.draw_all(tasks, random)]})
         assert entry.draws is not None
         if tasks is None:
-            return Inputs(sources, draw(entry.draws, sources, random), random)
-        return Inputs(sources, draw_tasks(entry.draws, tasks, optimizer.generator, random), random)
+            drawn = draw(entry.draws, sources, random)
+            entry.plan = None if random else Plan.of(entry.draws, sources, drawn)
+            return Inputs(sources, random, drawn)
+        return Inputs(sources, random, draw_tasks(entry.draws, tasks, optimizer.generator, random))
 
     def _declared(self, entry: Entry, sources: Sources) -> Sequence[Any] | None:
         """Return the draws that the method declares for the next step; None, with a reason recorded, if it cannot."""
@@ -310,11 +349,11 @@ class CompiledSteps:
         given = optimizer._inputs(
             by_level(optimizer.param_groups), optimizer.parameters("upper"), optimizer.parameters("lower")
         )
-        given = replace(given, numbers=given.numbers | sources.terms)
+        given = replace(given, numbers=given.numbers | sources.kind.terms)
         draws: Sequence[Any] | None
         if sources.tasks is None:
             declared = optimizer._draws(given)
-            many = any(own.whole for own in declared or ()) and max(sources.terms.values(), default=0) > MOST_TERMS
+            many = any(own.whole for own in declared or ()) and max(sources.kind.terms.values(), default=0) > MOST_TERMS
             draws = None if declared is None else in_a_row(declared)
         else:
             draws, many = optimizer._task_draws(given, sources.tasks), False
@@ -464,27 +503,33 @@ class CompiledSteps:
         self, entry: Entry, inputs: Inputs, state: tuple[list[Tensor], Any]
     ) -> tuple[StepProgram, list[Tensor]] | None:
         """Return a program for a step from this state, tensors and structure, with its arguments; None if none fits."""
-        tensors: list[Tensor] = []
+        losses, (own, structure) = self._functions(inputs.sources), state
+        if inputs.tensors is not None and entry.plan is not None:
+            tensors, (form, reader) = [*inputs.tensors, *own], entry.compiled[0]
+            if form.fits_at_once((entry.plan.structure, structure), tensors):
+                known = entry.known_to(reader, losses)
+                return None if known is None else (known[0], [*known[1], *tensors])
+        tensors = []
         try:
             data = structure_of((inputs.drawn, inputs.random), tensors)
         except Refused:
             return None
-        own, structure = state
         tensors += own
-        found = entry.find((data, structure), tensors, self._functions(inputs.sources))
+        found = entry.find((data, structure), tensors, losses)
         return None if found is None else (found[0], [*found[1], *tensors])
 
     def _now(self, device: torch.device) -> list[Tensor]:
         """Return the learning rates as tensors, new ones if a rate has changed, so that no schedule recompiles."""
         groups = self.optimizer.param_groups
-        values = [group["lr"] for level in LEVELS for group in groups if group["level"] == level]
+        values = [group["lr"] for group in groups]
         if len(values) == len(self._rates[0]) and all(map(is_, values, self._rates[0])):
             return self._rates[1]
         require_rates(groups)
+        in_order = [group["lr"] for level in LEVELS for group in groups if group["level"] == level]
         kind = torch.float64 if device.type != "mps" else torch.float32
         # Detached, so that none is a view: a fake view keeps its base where the garbage collector does not look. Of one
         # dimension, because Dynamo takes the value of a scalar for another input, and then traces the step once more.
-        made = [torch.as_tensor(value, dtype=kind, device=device).reshape(1).detach() for value in values]
+        made = [torch.as_tensor(value, dtype=kind, device=device).reshape(1).detach() for value in in_order]
         if {*map(type, values)} == {float}:  # others may change in place
             self._rates = values, made
         return made
@@ -538,7 +583,7 @@ class CompiledSteps:
             found = None
             if not (optimizer._finished() or has_hooks(optimizer) or optimizer._sets_below(tasks)):
                 with optimizer._turn:
-                    found = self._run_chain(Sources.of(upper, lower, tasks), min(steps - done, self._most))
+                    found = self._run_chain(self._sources_of(upper, lower, tasks), min(steps - done, self._most))
             if found is not None:
                 optimizer._watch_losses(found, moves=True)
             losses.append(one().clone().reshape(1) if found is None else found)
@@ -548,7 +593,7 @@ class CompiledSteps:
     def _run_chain(self, sources: Sources, most: int) -> Tensor | None:
         """Return losses of steps that are written at the end only; None if the next step is made by itself."""
         entry = self._entry(sources, True)
-        if entry is None or self._why_eager(entry, sources) or self._moves_on_host or not sources.are_lists:
+        if entry is None or self._why_eager(entry, sources) or self._moves_on_host or not sources.kind.are_lists:
             return None
         kinds = self._kinds(entry, sources, most)
         if sum([count for _, count in kinds]) < 2:
@@ -571,7 +616,7 @@ class CompiledSteps:
     def _kinds(self, first: Entry, sources: Sources, most: int) -> list[tuple[Entry, int]]:
         """Return entries with numbers of next steps, up to one that has to be made by itself, or is to be compared."""
         optimizer, found, left = self.optimizer, list[tuple[Entry, int]](), dict[Entry, int]()
-        now, numbers, one = optimizer._run_state.steps, optimizer.numbers | sources.terms, first.key[2]
+        now, numbers, one = optimizer._run_state.steps, optimizer.numbers | sources.kind.terms, first.key[2]
         kind, most = type(optimizer), min(most, STILL - 1 - now) if now < STILL else most
         # By default all steps of a run have the same key.
         alike = kind._graph_key is Method._graph_key and kind._lower_step_count is Method._lower_step_count
@@ -696,7 +741,7 @@ class CompiledSteps:
         """Return what `_return_to` does to come back to the present place of all draws."""
         generator = self.optimizer.generator
         found: list[Action] = [partial(own.rewind, own.mark()) for own in sources.objectives.values()]
-        if sources.draw_in_order and not self.optimizer._random_inputs():
+        if sources.kind.draw_in_order and not self.optimizer._random_inputs():
             return found  # an eager step rewinds what its evaluations draw
         if generator is not None:
             found.append(partial(generator.set_state, generator.get_state()))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..pytree import tree_leaves, tree_map
-from ..tracing import is_tracing, span
+from ..tracing import is_profiled, is_tracing, span
 from .random import (
     RandomState,
     default_state,
@@ -153,16 +153,13 @@ class Objective:
     def take(self, times: int) -> list[Any]:
         """Return the next ``times`` batches."""
         data = self.data
-        if not isinstance(data, (list, tuple)) or type(data) not in (list, tuple):
+        if type(data) is not list and type(data) is not tuple:
             return [self.arguments()[0] for _ in range(times)]
-        with span("draw"):
-            found = self._rest(times)
-            if len(found) < times:
-                whole = (times - len(found) - 1) // (len(data) or 1)  # passes before the last
-                found += [*data] * whole
-                found.append(self._next())
-                found += self._rest(times - len(found))
-                self._passes += whole
+        if is_profiled():
+            with span("draw"):
+                found = self._of_list(data, times)
+        else:
+            found = self._of_list(data, times)
         return found if self.device is None else [*map(self._moved, found)]
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
@@ -249,31 +246,36 @@ class Objective:
             return batch
         return tree_map(lambda t: t.to(device, non_blocking=quickly) if isinstance(t, Tensor) else t, batch)
 
-    def _rest(self, most: int) -> list[Any]:
-        """Return at most ``most`` further batches of the current pass."""
-        self._continue()
-        if self._iterator is None:
-            return []
-        try:
-            found = [*islice(self._iterator, most)]
-            self._position += len(found)
-        except BaseException:
-            self._iterator = None  # as in `_next`
-            raise
+    def _of_list(self, data: Sequence[Any], times: int) -> list[Any]:
+        """Return the next batches of a list, which needs no iterator: they are those from the position on."""
+        position, passes, size, found = self._position, self._passes, len(data), list[Any]()
+        if not size:
+            raise ValueError(NO_BATCH.format(type(data).__name__))
+        while len(found) < times:
+            if not 0 < position < size:  # a pass begins
+                whole = (times - len(found) - 1) // size  # passes before the last
+                found += [*data] * whole
+                position, passes = 0, passes + whole + 1
+            more = data[position : position + times - len(found)]
+            found += more
+            position += len(more)
+        self._position, self._passes = position, passes
         return found
 
     def _next(self) -> Any:
-        assert self.data is not None
+        data = self.data
+        assert data is not None
+        if type(data) is list or type(data) is tuple:
+            return self._of_list(data, 1)[0]
         self._continue()
         for _ in range(2):
             if self._iterator is None:
                 self._generators, self._position = None, 0
-                if type(self.data) not in (list, tuple):
-                    self._start = {
-                        **self._get_pass_start(),
-                        "default": torch.get_rng_state(),
-                        "own": states_of(self._own()),
-                    }
+                self._start = {
+                    **self._get_pass_start(),
+                    "default": torch.get_rng_state(),
+                    "own": states_of(self._own()),
+                }
                 self._iterator = iter(self.data)
                 self._passes += 1
             try:
@@ -361,6 +363,9 @@ class Objective:
         self._resume(state.get("passes", 1), state["position"], state, state["present"])
 
     def _resume(self, passes: int, position: int, start: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+        if type(self.data) in (list, tuple):
+            self._position, self._passes = position, passes
+            return
         default = torch.get_rng_state()
         self._iterator, self._position = None, 0
         if getattr(self.data, "persistent_workers", False):
@@ -389,6 +394,8 @@ class Objective:
         """Return the current position, for `rewind`; costs next to nothing."""
         if self.data is None:
             return ()
+        if type(self.data) in (list, tuple):  # as at each compiled step
+            return self._passes, self._position, {}, {}
         return self._passes, self._position, self._get_pass_start(), states_of(self._own())
 
     def rewind(self, mark: tuple[Any, ...]) -> None:

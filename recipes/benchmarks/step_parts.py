@@ -33,7 +33,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "guards": (StepReader, "known"),
     "drawing": (Compiled, "_drawn"),
     "drawing ahead": (Compiled, "_ahead"),
-    "form of data and state": (compiled, "forms_of"),
+    "form of data and state": (Compiled, "_ready"),
     "state in": (StatePlaces, "read"),
     "program": (StepProgram, "once"),
     "first program of a run": (StepProgram, "__call__"),

@@ -179,8 +179,9 @@ def test_a_gradient_that_is_a_tensor_of_the_user_is_a_copy():
     assert optimizer.captured_graphs == 1
 
 
-def test_a_look_counts_for_cuda_graphs_and_heeds_a_stance():
-    """As calls of what torch.compile returns."""
+def test_a_look_counts_for_cuda_graphs_and_heeds_a_stance(monkeypatch):
+    """As calls of what torch.compile returns; it counts once CUDA is in use."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     optimizer, _, _, step = made(True)
     for _ in range(4):
         step()
