@@ -114,6 +114,7 @@ from .transaction import (
 from .upper_gradient import check_gradients
 
 MOST_CHECKS = 16  # different losses of one optimizer whose derivatives are checked
+_NONE_OF_SGD = OF_SGD.keys().isdisjoint
 KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
 
 __all__ = ["Method"]
@@ -451,11 +452,8 @@ class Method(Options, Optimizer, ABC):
             opened = "losses not checked: hooks change their gradients"
         else:
             opened = check_derivatives(session, self._derivatives)
-        session.found.derivatives = {
-            **session.found.derivatives,
-            # While the codes exist, so do their ids; an evaluation may have found modules, whose mode counts.
-            self._losses(oracle, tasks): (opened, *oracle.f.codes, *oracle.g.codes),
-        }
+        # While the codes exist, so do their ids; an evaluation may have found modules, whose mode counts.
+        session.found.note_derivatives(self._losses(oracle, tasks), opened, *oracle.f.codes, *oracle.g.codes)
 
     @property
     def _derivatives(self) -> frozenset[str]:
@@ -569,8 +567,9 @@ class Method(Options, Optimizer, ABC):
         diagnostics = {**figures, **self._static_diagnostics(self.numbers), **found.diagnostics()}
         if self._untraced_update:
             diagnostics["compile_fallback"] = self._untraced_update
+        own = {**self.numbers, **numbers} if numbers else self.numbers
         return [
-            partial(vars(self).update, numbers={**self.numbers, **numbers}, _diagnostics=diagnostics),
+            partial(vars(self).update, numbers=own, _diagnostics=diagnostics),
             partial(self._run_state.enter, after),
         ]
 
@@ -595,8 +594,12 @@ class Method(Options, Optimizer, ABC):
     def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:
         """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
         if not self._one_loss and self.check_finite:
-            state, slope = self._run_state, self._slope if moves else lambda: None
-            watch_losses(state.upper_trend, state.warned, state.steps, losses, slope)
+            state = self._run_state
+            if not losses.dim() and losses.is_cpu and state.upper_trend.is_usual(losses.item()):
+                return
+            watch_losses(
+                state.upper_trend, state.warned, state.steps, losses, self._slope if moves else lambda: None
+            )
 
     def _watch_moves(self, loss: float, before: Sequence[Vector]) -> None:
         """Warn if x, or y under LBFGS, hardly moved, or if x overshot; ``before`` has the values before the step."""
@@ -683,13 +686,13 @@ class Method(Options, Optimizer, ABC):
         if hasattr(self, "_run_state"):
             self._run_state.found.ranks_agree = False  # the new parameters have not been compared
             self._run_state.buffers.complete = False  # the next step may call other modules
-            self._run_state.found.derivatives = {}
+            self._run_state.found.forget_derivatives()
         if level == "lower" and self._stationary:
             self._lower_checks.warn_of_decay(self.param_groups[-1])
 
     def _heed_options_of_sgd(self, *added: dict[str, Any]) -> None:
         """Move x by torch's SGD if an upper group has options of it; refuse them where the method makes the steps."""
-        if all([OF_SGD.keys().isdisjoint(group) for group in (*self.param_groups, *added)]):
+        if all(map(_NONE_OF_SGD, self.param_groups)) and all(map(_NONE_OF_SGD, added)):
             return  # as in most steps
         own_updates = {
             "upper": self.declared.upper_update and f"x: {self.declared.upper_update}",

@@ -71,6 +71,17 @@ class UpperTrend:
     settled: float = math.inf
     promised: float = 0.0
 
+    def is_usual(self, loss: float) -> bool:
+        """Note a loss inside a window that is not above the last one and the first; return False for others.
+
+        A shortcut with the same result as `note_loss` and `describe_rise`, because most losses are of this kind.
+        """
+        if self.count < WINDOW or len(self.window) >= WINDOW - 1 or not loss <= max(self.last, self.first or 0.0):
+            return False
+        self.above, self.count, self.last = 0, self.count + 1, loss
+        self.window.append(loss)
+        return True
+
     def note_loss(self, loss: float) -> bool:
         """Note a loss; return True if it is the second in a row that is far above the first, or if moves of x did that.
 

@@ -189,10 +189,11 @@ class LossFacts:
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
     dependency_checked: frozenset[str] = frozenset()  # levels whose dependencies are known
     derivatives: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)  # of checked losses: open questions, code
+    opened: str = ""  # all of these questions
     ignores_other_level: frozenset[str] = frozenset()  # levels whose loss depends on no parameter of the other one
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "derivatives": {}}  # they are known by the code of the losses, which cannot be pickled
+        return {**vars(self), "derivatives": {}, "opened": ""}  # they are known by the code of the losses, which cannot be pickled
 
     def look_again(self) -> None:
         """Forget which facts are known, for other losses or parameters; keep those that demand care."""
@@ -203,9 +204,18 @@ class LossFacts:
     def diagnostics(self) -> dict[str, str]:
         """Return the facts that the diagnostics of a step report."""
         found = {} if self.fallback is None else {"vectorize_fallback": self.fallback}
-        if opened := {own[0] for own in self.derivatives.values()} - {""}:
-            found["derivatives"] = "; ".join(sorted(opened))
+        if self.opened:
+            found["derivatives"] = self.opened
         return found
+
+    def note_derivatives(self, losses: Any, opened: str, *codes: Any) -> None:
+        """Note that derivatives of losses were checked, and which questions that has left open."""
+        self.derivatives = {**self.derivatives, losses: (opened, *codes)}
+        self.opened = "; ".join(sorted({own[0] for own in self.derivatives.values()} - {""}))
+
+    def forget_derivatives(self) -> None:
+        """Let derivatives be checked again."""
+        self.derivatives, self.opened = {}, ""
 
 
 @dataclass
