@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bilevel_optim.problem.random import draw_index, draw_seed
-from recipes.benchmarks import by_hand, in_jax, speed
+from recipes.benchmarks import by_hand, in_jax, speed, step_parts
 from recipes.common.seeds import stream
 from recipes.problems.shapes import SHAPES, shape
 
@@ -105,3 +105,7 @@ def test_problems_are_the_same_closures_and_functions():
         assert torch.equal(problem.live_f(batches[0]), problem.f(problem.x, problem.y, batches[0]))
         assert torch.equal(problem.live_g(batches[1]), problem.g(problem.x, problem.y, batches[1]))
         assert torch.equal(values(problem), values(shape(name)))
+
+
+def test_the_parts_of_a_step_exist():
+    assert all(callable(getattr(place, name)) for place, name in step_parts.PARTS.values())

@@ -70,7 +70,7 @@ class Sources:
     ) -> None:
         self.upper, self.lower, self.tasks = upper, lower, tasks
         self.objectives: dict[str, Objective] = {}
-        types = [tasks is None, upper is lower]
+        types: list[Any] = [tasks is None, upper is lower]
         for level, o in (("upper", upper), ("lower", lower)):
             if o is not None:
                 self.objectives[level] = o

@@ -169,7 +169,7 @@ def look(function: Callable[..., Any], *arguments: Any) -> Any:
 
     As `torch._dynamo.run`, whose wrapper takes longer than the guards of a small loss.
     """
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         GenerationTracker.generation += 1  # by which CUDA graphs tell steps apart
     before = set_eval_frame(None)  # first, so that an interrupt leaves no setting of ours
     try:

@@ -597,9 +597,7 @@ class Method(Options, Optimizer, ABC):
             state = self._run_state
             if not losses.dim() and losses.is_cpu and state.upper_trend.is_usual(losses.item()):
                 return
-            watch_losses(
-                state.upper_trend, state.warned, state.steps, losses, self._slope if moves else lambda: None
-            )
+            watch_losses(state.upper_trend, state.warned, state.steps, losses, self._slope if moves else lambda: None)
 
     def _watch_moves(self, loss: float, before: Sequence[Vector]) -> None:
         """Warn if x, or y under LBFGS, hardly moved, or if x overshot; ``before`` has the values before the step."""

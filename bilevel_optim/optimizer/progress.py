@@ -104,15 +104,15 @@ class UpperTrend:
         self.count, self.last = self.count + 1, loss
         return self.above == 2
 
-    def describe_rise(self, loss: float) -> str:
-        """Note a loss; return a description if windows rise faster and faster, or stay far above the first loss.
+    def describe_rise(self, losses: Sequence[float]) -> str:
+        """Note losses of one window; return a description if windows rise faster and faster, or stay far above.
 
         Faster: three in a row lie entirely above the one before, each by more than the last one, and in the end a tenth
         above the first loss. Far: two in a row lie above the first window by more than the size of the first loss.
         If moves of x promised to lower f by less than a third of the rise, or if the rise slows down, then f rises
         because y goes to its solution. Only `RISE` is far then.
         """
-        self.window.append(loss)
+        self.window += losses
         if len(self.window) < WINDOW or self.first is None:
             return ""
         least, most = min(self.window), max(self.window)
@@ -159,11 +159,14 @@ def watch_losses(
     quiet = len(values) > 1 and trend.count >= WINDOW and max(values) <= (trend.first or 0.0)
     if quiet:
         trend.above, trend.count, trend.last = 0, trend.count + len(values), values[-1]
-    for loss in values:
-        if not quiet and trend.note_loss(loss) and "growing upper loss" not in warned:
+    done = 0
+    while done < len(values):
+        some = values[done : done + (WINDOW - len(trend.window) if quiet else 1)]
+        done += len(some)
+        if not quiet and trend.note_loss(some[0]) and "growing upper loss" not in warned:
             warned.add("growing upper loss")
             warn(f"{trend.text}: the run diverges. {DIVERGES}")
-        said = trend.describe_rise(loss)
+        said = trend.describe_rise(some)
         if said and not warned & {"growing upper loss", "worse upper loss"}:
             warned.add("worse upper loss")
             warn(

@@ -193,7 +193,8 @@ class LossFacts:
     ignores_other_level: frozenset[str] = frozenset()  # levels whose loss depends on no parameter of the other one
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "derivatives": {}, "opened": ""}  # they are known by the code of the losses, which cannot be pickled
+        # They are known by the code of the losses, which cannot be pickled.
+        return {**vars(self), "derivatives": {}, "opened": ""}
 
     def look_again(self) -> None:
         """Forget which facts are known, for other losses or parameters; keep those that demand care."""

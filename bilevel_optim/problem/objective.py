@@ -276,7 +276,7 @@ class Objective:
                     "default": torch.get_rng_state(),
                     "own": states_of(self._own()),
                 }
-                self._iterator = iter(self.data)
+                self._iterator = iter(data)
                 self._passes += 1
             try:
                 for batch in self._iterator:

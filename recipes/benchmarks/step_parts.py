@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from bilevel_optim.compiled import steps as compiled
 from bilevel_optim.compiled.chain import Chain
+from bilevel_optim.compiled.forms import DataForm
 from bilevel_optim.compiled.places import StatePlaces
 from bilevel_optim.compiled.program import StepProgram, StepReader
 from bilevel_optim.optimizer.method import Method
@@ -33,7 +34,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "guards": (StepReader, "known"),
     "drawing": (Compiled, "_drawn"),
     "drawing ahead": (Compiled, "_ahead"),
-    "form of data and state": (Compiled, "_ready"),
+    "form of data and state": (DataForm, "fits_at_once"),
     "state in": (StatePlaces, "read"),
     "program": (StepProgram, "once"),
     "first program of a run": (StepProgram, "__call__"),
