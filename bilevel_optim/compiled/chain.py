@@ -47,11 +47,12 @@ class Chain:
         self._from_results = [(j, int(k)) for j, k in pairs if k < count]
         self._from_arguments = [(j, k - count) for j, k in pairs if k >= count and j != k - count]
         self.form = DataForm.of((drawn, random))
-        # Without the indices and weights of batches.
-        self._batches = {
-            source: [DataForm.of(own[0] if len(own) == 3 else own) for own in samples]
-            for source, samples in drawn.items()
-        }
+        self._times = {source: len(samples) for source, samples in drawn.items()}
+        # The forms of its batches, without their indices and weights; of one, if all of them have the same.
+        self._batches: dict[str, list[DataForm]] = {}
+        for source, samples in drawn.items():
+            forms = [DataForm.of(own[0] if len(own) == 3 else own) for own in samples]
+            self._batches[source] = forms[:1] if all([form == forms[0] for form in forms]) else forms
         self._reusing: Sequence[CallList] | None = None  # the program again, with results that keep their memory
 
     def shares_memory(self, first: Call, live: Sequence[Tensor]) -> bool:
@@ -67,18 +68,19 @@ class Chain:
         drawn: list[Sequence[Sequence[Tensor]]] = [[()] * count]  # by source, the tensors of each step
         for source, forms in self._batches.items():
             if source in columns:
-                (batches, indices), times = columns[source], len(forms)
+                (batches, indices), times = columns[source], self._times[source]
                 parts = _parts(batches, forms)
                 if indices:
                     parts = [[*own, index] for own, index in zip(parts, indices, strict=False)]
                 drawn += [parts[k::times] for k in range(times)]
         return [*map(list, map(chain.from_iterable, zip(*drawn, strict=False)))]
 
-    def follow(self, first: Call, data: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor], Call]:
+    def follow(self, first: Call, data: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor | list[list[bool]], Call]:
         """Return losses and flags of the first call and of a call for each element of ``data``, and the last call."""
         call, arguments, results = self.program.program.call, [*first.arguments], first.results
         reusing = self._with_kept_results(first) if len(data) > 2 else ()
         losses, flags, begin = [results[self._loss]], [results[self._flags]], self.program.reads
+        values, told = list[float](), list[list[bool]]()  # of calls whose results keep their memory
         from_arguments, from_results, last = self._from_arguments, self._from_results, len(data) - 1
         with torch.no_grad():
             for k, drawn in enumerate(data):
@@ -87,16 +89,27 @@ class Chain:
                 for j, i in from_results:
                     arguments[j] = results[i]
                 arguments[begin : begin + len(drawn)] = drawn
-                results = reusing[k % len(reusing)](arguments) if reusing and k < last else call([*arguments])
-                losses.append(results[self._loss])
-                flags.append(results[self._flags])
-        if reusing:  # the memory of earlier results will be used again
-            for j, _ in (*self._from_results, *self._from_arguments):
-                arguments[j] = arguments[j].clone()
-        return losses, flags, Call(arguments, results)
+                if reusing and k < last:
+                    results = reusing[k % len(reusing)](arguments)
+                    values.append(results[self._loss].item())
+                    told.append(results[self._flags].tolist())
+                else:
+                    results = call([*arguments])
+                    losses.append(results[self._loss])
+                    flags.append(results[self._flags])
+        if not reusing:
+            return torch.stack(losses), torch.stack(flags), Call(arguments, results)
+        for j, _ in (*self._from_results, *self._from_arguments):  # the memory of earlier results will be used again
+            arguments[j] = arguments[j].clone()
+        begins, ends = losses
+        in_a_row = torch.tensor([begins.item(), *values, ends.item()], dtype=ends.dtype, device="cpu")
+        return in_a_row, [flags[0].tolist(), *told, flags[1].tolist()], Call(arguments, results)
 
     def _with_kept_results(self, first: Call) -> Sequence[CallList]:
-        """Return programs whose results keep their memory, to be called in turn for all steps but the last, if any."""
+        """Return programs whose results keep their memory, to be called in turn for all steps but the last, if any.
+
+        They run on a CPU, so that reading their losses and flags at once waits for nothing.
+        """
         if self._reusing is None:
             self._reusing = []
             changing = {j for j, _ in (*self._from_results, *self._from_arguments)}
@@ -110,7 +123,7 @@ class Chain:
                 turns += 1
             call = self.program.program.call
             if turns <= TURNS and isinstance(call, CallList) and not passed:
-                self._reusing = [call.reusing((self._loss, self._flags)) for _ in range(turns)]
+                self._reusing = [call.reusing(()) for _ in range(turns)]
         return self._reusing
 
 

@@ -24,7 +24,7 @@ Drawn = dict[str, list[Any]]  # source -> its samples, in order: arguments, or a
 
 
 class SourceKind:
-    """What a step's sources have in common with those of others, without a reference to losses or data.
+    """Properties that a step's sources share with those of others, without a reference to losses or data.
 
     Args:
         sources: the sources.

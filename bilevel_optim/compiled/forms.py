@@ -35,8 +35,10 @@ class DataForm:
 
     def __init__(self, structure: Any, tensors: Sequence[Tensor]) -> None:
         self.structure, self._forms = structure, _all_of(tensors)
-        sizes: Any = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes[0], dynamic_dims_strides=sizes[1])
+        self._guards = _guards_of(tensors)
+        first: dict[Any, int] = {}  # form -> the first tensor that has it
+        self._kinds = [first.setdefault(form, k) for k, form in enumerate(zip(*self._forms, strict=True))]
+        self._guard_of = {k: _guards_of([tensors[k]]) for k in first.values()}
 
     @classmethod
     def of(cls, value: Any) -> Self:
@@ -65,7 +67,12 @@ class DataForm:
             if structure != self.structure:
                 return False
             self.structure = structure
-        return self._guards.check(*tensors)
+        return self._alike(*tensors)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DataForm) and self.structure == other.structure and self._forms == other._forms
+
+    __hash__ = None  # type: ignore[assignment]
 
     def fit_plainly(self, batches: Sequence[Any]) -> bool:
         """Return True if this is the form of a sample, and all these batches for it are tuples of tensors and fit."""
@@ -77,7 +84,21 @@ class DataForm:
 
     def _alike(self, *tensors: Tensor) -> bool:
         # Guards compare still more, and refuse a tensor that is there twice.
-        return self._guards.check(*tensors) or _all_of(tensors) == self._forms
+        return self._guards.check(*tensors) or self._alike_once(tensors) or _all_of(tensors) == self._forms
+
+    def _alike_once(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True if tensors have this form, by one look at each, for lists that hold some of them twice."""
+        own, ids = dict(zip(map(id, tensors), tensors, strict=True)), [*map(id, tensors)]
+        if len(own) == len(ids) or len(ids) != len(self._kinds):
+            return False
+        kinds = dict(zip(ids, self._kinds, strict=True))
+        alike = [kinds[i] for i in ids] == self._kinds
+        return alike and all([self._guard_of[kinds[i]].check(t) for i, t in own.items()])
+
+
+def _guards_of(tensors: Sequence[Tensor]) -> TensorGuards:
+    sizes: Any = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes[0], dynamic_dims_strides=sizes[1])
 
 
 def _all_of(tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:

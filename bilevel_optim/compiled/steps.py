@@ -680,7 +680,7 @@ class CompiledSteps:
         entry, program, last = parts[-1].entry, parts[-1].program, parts[-1].last
         with torch.no_grad():
             self._write(entry, program, last, last.values, True, sound, counts)
-        return torch.stack([loss for part in parts for loss in part.losses])
+        return torch.cat([part.losses for part in parts]) if len(parts) > 1 else parts[0].losses
 
     def _part(self, entry: Entry, sources: Sources, count: int, state: tuple[list[Tensor], Any]) -> Part | None:
         """Run at most ``count`` steps of one kind from a state; return None if they cannot follow each other."""
@@ -714,7 +714,7 @@ class CompiledSteps:
         """Return the number of steps before the first that has to be repeated eagerly."""
         sound = 0
         for part in parts:
-            told = torch.stack(part.flags).tolist()  # one wait for all
+            told = part.flags if isinstance(part.flags, list) else part.flags.tolist()  # one wait for all
             for k, on in enumerate(told if any(map(any, told)) else ()):
                 if self._troubled(part.program.writer, on):
                     return sound + k
@@ -760,6 +760,6 @@ class Part(NamedTuple):
     chain: Chain
     first: Call
     data: list[list[Tensor]]
-    losses: list[Tensor]
-    flags: list[Tensor]
+    losses: Tensor
+    flags: Tensor | list[list[bool]]
     last: Call

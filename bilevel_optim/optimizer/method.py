@@ -621,7 +621,10 @@ class Method(Options, Optimizer, ABC):
         tensors = [p for group in groups for p in group["params"]]
         if any_sharded(tensors):
             return None
-        size = float(Vector(p.new_zeros(1) if p.grad is None else p.grad for p in tensors).norm())
+        norm = self._diagnostics.get("hypergradient_norm")  # that of .grad, which a step has just set
+        if type(norm) is not Tensor:
+            norm = Vector(p.new_zeros(1) if p.grad is None else p.grad for p in tensors).norm()
+        size = float(norm)
         lr, option = max(float(group["lr"]) for group in groups), self.declared.fixed_length
         fixed = bool(option and getattr(self, option))
         if self._upper_factory is not None:  # an optimizer may move each entry by its rate

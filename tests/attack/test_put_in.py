@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.compiled import places, reading
+from bilevel_optim.compiled import draws, places, reading
 from bilevel_optim.compiled import steps as compiled_steps
 from bilevel_optim.compiled.chain import Chain
-from bilevel_optim.compiled import draws
 from bilevel_optim.compiled.steps import CompiledSteps
 
 from ..compiled.guards import noticed
