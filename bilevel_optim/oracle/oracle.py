@@ -15,6 +15,7 @@ from ..problem.vector import Vector, stack
 from ..tracing import is_tracing, span
 from . import batched
 from .differentiable import (
+    differentiated,
     explain_second,
     has_fused,
     has_kinks,
@@ -337,13 +338,11 @@ def pulled(
         return [None] * len(variables)
     try:
         with plain_operations() if plain and not is_tracing() else nullcontext():
+            outputs, weights = [g for _, g in parts], [v[i] for i, _ in parts]
+            if not batched:
+                return differentiated(outputs, variables, weights, graph=False, again=True)
             return torch.autograd.grad(
-                [g for _, g in parts],
-                list(variables),
-                [v[i] for i, _ in parts],
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=batched,
+                outputs, list(variables), weights, retain_graph=True, allow_unused=True, is_grads_batched=True
             )
     except (RuntimeError, NotImplementedError) as error:
         explain_second(error)

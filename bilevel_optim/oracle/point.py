@@ -13,7 +13,7 @@ from ..problem.objective import Objective, Sample, batch_kept, note_batch, requi
 from ..problem.random import numbers_kept
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_leaves
-from .differentiable import is_marked, mark_graph, require_constant_weights
+from .differentiable import differentiated, is_marked, mark_graph, require_constant_weights
 from .doors import require_free_batch
 from .session import Session, as_scalar
 
@@ -31,6 +31,7 @@ REENTRANT = (
     "a loss uses reentrant checkpointing, which torch supports only in backward(), and not in torch.autograd.grad, by "
     "which the optimizer differentiates it: pass use_reentrant=False to torch.utils.checkpoint"
 )
+STRIDED = torch.strided
 
 
 class Point:
@@ -255,20 +256,19 @@ class Point:
         if self.sharded and not graph:
             return _by_backward(loss, inputs, (*self.live_x, *self.live_y))
         try:
-            found = torch.autograd.grad(
-                loss, list(inputs), create_graph=graph, retain_graph=graph or again, allow_unused=True
-            )
+            found = differentiated((loss,), inputs, (torch.ones_like(loss),), graph=graph, again=graph or again)
         except RuntimeError as error:
             if "a second time" in str(error):
                 raise RuntimeError(CALLS_BACKWARD.format("loss")) from error
             if "use_reentrant" in str(error) or "Checkpointing is not compatible" in str(error):
                 raise ValueError(REENTRANT) from error
             raise
-        for gradient, t in zip(found, inputs, strict=True):
-            if gradient is not None and gradient.layout is not torch.strided:
+        for gradient in found:
+            if gradient is not None and gradient.layout is not STRIDED:
                 names = dict(zip(map(id, (*self.live_x, *self.live_y)), self.names, strict=True))
+                own = next(t for t, other in zip(inputs, found, strict=True) if other is gradient)
                 raise ValueError(
-                    f"the gradient of parameter {names.get(id(t), '')} is sparse, but only dense gradients are "
+                    f"the gradient of parameter {names.get(id(own), '')} is sparse, but only dense gradients are "
                     "supported: create its module (nn.Embedding, nn.EmbeddingBag) with sparse=False"
                 )
         return self.apart(found, graph=graph) if self.session.hooked else found
@@ -470,7 +470,9 @@ class in_place:
 
 def none_to_zeros(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
     """Return gradients with zeros for the tensors without one."""
-    return Vector([torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True)])
+    if any([g is None for g in gradients]):
+        return Vector([torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True)])
+    return Vector(gradients)  # type: ignore[arg-type]
 
 
 def _by_backward(loss: Tensor, inputs: Sequence[Tensor], live: Sequence[Tensor]) -> list[Tensor | None]:
