@@ -191,7 +191,7 @@ NAMES = [
     Name("torch._C.DispatchKey.*", "optimizer/transaction.py", "likewise", "likewise"),
     Name(
         "torch.autograd.graph._engine_run_backward",
-        "oracle/differentiable.py",
+        "oracle/point.py",
         "torch.autograd.grad checks its arguments for a twentieth of a small step; this is its last line",
         "nothing: torch.autograd.grad returns the same",
     ),

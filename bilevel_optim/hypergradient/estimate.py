@@ -86,16 +86,12 @@ class Estimate:
 def measured(figures: Mapping[str, Any], above: int = -1) -> dict[str, Any]:
     """Compute diagnostics that are kept as vectors, if these have more than ``above`` entries together."""
     kept: dict[str, Any] = {}  # functions and their vectors
-    entries: dict[int, int] = {}
     for name, value in figures.items():
         if type(value) is Vector:
             kept[name] = Vector.norm, (value,)
         elif type(value) is Later:
             kept[name] = value
-    for _, vectors in kept.values():
-        for vector in vectors:
-            for t in vector:
-                entries[id(t)] = t.numel()
+    entries = {id(v): sum(map(Tensor.numel, v)) for _, vectors in kept.values() for v in vectors}
     if not kept or sum(entries.values()) <= above:
         return {**figures}
     with torch.set_grad_enabled(False):

@@ -130,7 +130,9 @@ class Transaction:
 
     def __enter__(self) -> Self:
         own = None if self._generator is None else self._generator.get_state()
-        layers = _count_layers()
+        # Functorch is asked only where it is on: from its first answer, torch copies its state in each backward pass.
+        on = torch._C._dispatch_tls_local_include_set().has(LAYERS)
+        layers = get_dynamic_layer_stack_depth() if on else 0
         if layers and not _in_transform():
             _end_layers(0)  # an interrupt has left them on, here or elsewhere
             layers = 0
@@ -204,14 +206,6 @@ class Transaction:
         if self._generator is not None:
             self._generator.set_state(own)
         set_default_state(self._device, random)
-
-
-def _count_layers() -> int:
-    """Return the number of layers of functorch, and do not ask functorch if it is off.
-
-    From its first answer on, torch copies its state in each backward pass of the thread.
-    """
-    return get_dynamic_layer_stack_depth() if torch._C._dispatch_tls_local_include_set().has(LAYERS) else 0
 
 
 def _end_layers(depth: int) -> None:

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import _engine_run_backward
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode, has_torch_function
+from torch.overrides import TorchFunctionMode
 
 from ..problem.vector import coarsest
 
@@ -22,7 +21,6 @@ __all__ = [
     "UnchunkedCrossEntropy",
     "all_arguments",
     "custom_operations",
-    "differentiated",
     "explain_second",
     "has_casts",
     "has_fused",
@@ -39,27 +37,6 @@ __all__ = [
     "roots_in",
     "working_unit",
 ]
-
-
-def differentiated(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], *, graph: bool, again: bool
-) -> Sequence[Tensor | None]:
-    """Return derivatives of <outputs, weights> as ``torch.autograd.grad`` does, None for unused inputs.
-
-    Its checks of the arguments take a twentieth of a small step, so plain tensors go to the engine without them.
-
-    Args:
-        outputs: tensors with a graph.
-        inputs: tensors to differentiate in.
-        weights: tensors with the shapes of the outputs.
-        graph: make a graph of the derivatives.
-        again: keep the graph of the outputs.
-    """
-    if has_torch_function((*outputs, *inputs)):
-        return torch.autograd.grad(outputs, inputs, weights, again, graph, allow_unused=True)
-    return _engine_run_backward(
-        (*outputs,), (*weights,), again, graph, (*inputs,), allow_unreachable=True, accumulate_grad=False
-    )
 
 
 def all_arguments(func: Callable[..., Any], kwargs: dict[str, Any] | None) -> dict[str, Any]:

@@ -8,16 +8,18 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import has_torch_function
 
 from ..problem.objective import Objective, Sample, batch_kept, note_batch, require_placed
 from ..problem.random import numbers_kept
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_leaves
-from .differentiable import differentiated, is_marked, mark_graph, require_constant_weights
+from .differentiable import is_marked, mark_graph, require_constant_weights
 from .doors import require_free_batch
 from .session import Session, as_scalar
 
-__all__ = ["Point", "in_place", "none_to_zeros"]
+__all__ = ["Point", "differentiated", "in_place", "none_to_zeros"]
 
 CALLS_BACKWARD = (
     "the {} seems to call backward() or zero_grad(), or to return a loss whose graph has been freed, but the optimizer "
@@ -211,7 +213,7 @@ class Point:
             with (
                 nullcontext() if known else self._unwritten(sample),
                 watched,
-                torch.set_grad_enabled(graph),
+                nullcontext() if graph is torch.is_grad_enabled() else torch.set_grad_enabled(graph),
                 nullcontext() if sample.once else sample.replayed(self.device),
             ):
                 return sample(*arguments)
@@ -466,6 +468,33 @@ class in_place:
         elif self._before is not None:
             for tensor, storage in zip(self._moved, self._before, strict=True):
                 tensor.data = storage
+
+
+def differentiated(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    *,
+    graph: bool,
+    again: bool,
+    batched: bool = False,
+) -> Sequence[Tensor | None]:
+    """Return derivatives of <outputs, weights> as ``torch.autograd.grad`` does, None for unused inputs.
+
+    Its checks of the arguments take a twentieth of a small step, so plain tensors go to the engine without them.
+
+    Args:
+        outputs: tensors with a graph.
+        inputs: tensors to differentiate in.
+        weights: tensors with the shapes of the outputs, with ``batched`` stacked.
+        graph: make a graph of the derivatives.
+        again: keep the graph of the outputs.
+        batched: take the derivatives for each of the stacked weights.
+    """
+    outputs, inputs, weights = (*outputs,), (*inputs,), (*weights,)
+    if batched or has_torch_function((*outputs, *inputs)):
+        return torch.autograd.grad(outputs, inputs, weights, again, graph, allow_unused=True, is_grads_batched=batched)
+    return _engine_run_backward(outputs, weights, again, graph, inputs, allow_unreachable=True, accumulate_grad=False)
 
 
 def none_to_zeros(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:

@@ -73,10 +73,10 @@ class Vector(tuple[Tensor, ...]):
         """Return this vector minus the direction, with a learning rate for each tensor."""
         if len(self) == 1 and type(rates[0]) is float:
             return Vector((torch.add(self[0], direction[0], alpha=-rates[0]),))
+        if type(rates[0]) is float and len(set(rates)) == 1:
+            return Vector(torch._foreach_add([*self], [*direction], alpha=-rates[0]))
         if any([isinstance(rate, Tensor) for rate in rates]):
             return self - Vector(direction) * list(rates)
-        if len(set(rates)) == 1:
-            return Vector(torch._foreach_add([*self], [*direction], alpha=-float(rates[0])))
         return Vector(torch.add(t, d, alpha=-float(rate)) for t, d, rate in zip(self, direction, rates, strict=True))
 
     def dot(self, other: Sequence[Tensor]) -> Tensor:
