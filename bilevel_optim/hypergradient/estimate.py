@@ -85,12 +85,11 @@ class Estimate:
 
 def measured(figures: Mapping[str, Any], above: int = -1) -> dict[str, Any]:
     """Compute diagnostics that are kept as vectors, if these have more than ``above`` entries together."""
-    kept: dict[str, Any] = {}  # functions and their vectors
-    for name, value in figures.items():
-        if type(value) is Vector:
-            kept[name] = Vector.norm, (value,)
-        elif type(value) is Later:
-            kept[name] = value
+    kept = {
+        name: (Vector.norm, (value,)) if type(value) is Vector else value
+        for name, value in figures.items()
+        if type(value) in (Vector, Later)
+    }
     entries = {id(v): sum(map(Tensor.numel, v)) for _, vectors in kept.values() for v in vectors}
     if not kept or sum(entries.values()) <= above:
         return {**figures}

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.overrides import has_torch_function
 
 from ..problem.objective import Objective, Sample, batch_kept, note_batch, require_placed
@@ -34,6 +33,7 @@ REENTRANT = (
     "which the optimizer differentiates it: pass use_reentrant=False to torch.utils.checkpoint"
 )
 STRIDED = torch.strided
+Tensors = Sequence[Tensor]
 
 
 class Point:
@@ -471,13 +471,7 @@ class in_place:
 
 
 def differentiated(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    *,
-    graph: bool,
-    again: bool,
-    batched: bool = False,
+    outputs: Tensors, inputs: Tensors, weights: Tensors, *, graph: bool, again: bool, batched: bool = False
 ) -> Sequence[Tensor | None]:
     """Return derivatives of <outputs, weights> as ``torch.autograd.grad`` does, None for unused inputs.
 
@@ -494,7 +488,9 @@ def differentiated(
     outputs, inputs, weights = (*outputs,), (*inputs,), (*weights,)
     if batched or has_torch_function((*outputs, *inputs)):
         return torch.autograd.grad(outputs, inputs, weights, again, graph, allow_unused=True, is_grads_batched=batched)
-    return _engine_run_backward(outputs, weights, again, graph, inputs, allow_unreachable=True, accumulate_grad=False)
+    return torch.autograd.graph._engine_run_backward(
+        outputs, weights, again, graph, inputs, allow_unreachable=True, accumulate_grad=False
+    )
 
 
 def none_to_zeros(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
