@@ -49,6 +49,6 @@ def span(name: str) -> AbstractContextManager[object]:
         >>> "bilevel_optim.here" in {event.key for event in profile.key_averages()}
         True
     """
-    if not is_profiled():
+    if not torch.autograd.profiler._is_profiler_enabled:
         return nullcontext()
     return torch.profiler.record_function(f"bilevel_optim.{name}")

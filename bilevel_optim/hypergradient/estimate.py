@@ -85,10 +85,13 @@ class Estimate:
 
 def measured(figures: Mapping[str, Any], above: int = -1) -> dict[str, Any]:
     """Compute diagnostics that are kept as vectors, if these have more than ``above`` entries together."""
-    kept = {name: Later(Vector.norm, (value,)) for name, value in figures.items() if type(value) is Vector}
-    kept |= {name: value for name, value in figures.items() if type(value) is Later}
-    entries = {id(t): t.numel() for one in kept.values() for vector in one.vectors for t in vector}
+    kept = {
+        name: (Vector.norm, (value,)) if type(value) is Vector else value
+        for name, value in figures.items()
+        if type(value) in (Vector, Later)
+    }
+    entries = {id(v): sum(map(Tensor.numel, v)) for _, vectors in kept.values() for v in vectors}
     if not kept or sum(entries.values()) <= above:
         return {**figures}
     with torch.set_grad_enabled(False):
-        return {**figures, **{name: one.function(*one.vectors) for name, one in kept.items()}}
+        return {**figures, **{name: function(*vectors) for name, (function, vectors) in kept.items()}}

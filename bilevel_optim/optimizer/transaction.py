@@ -54,6 +54,7 @@ __all__ = [
 
 Action = Callable[[], object]
 CPU = torch.device("cpu")
+LAYERS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode  # on as long as functorch has layers
 _TAKING_OVER = Lock()
 
 
@@ -129,9 +130,13 @@ class Transaction:
 
     def __enter__(self) -> Self:
         own = None if self._generator is None else self._generator.get_state()
-        if get_dynamic_layer_stack_depth() and not _in_transform():
+        # Functorch is asked only where it is on: from its first answer, torch copies its state in each backward pass.
+        on = torch._C._dispatch_tls_local_include_set().has(LAYERS)
+        layers = get_dynamic_layer_stack_depth() if on else 0
+        if layers and not _in_transform():
             _end_layers(0)  # an interrupt has left them on, here or elsewhere
-        modes = torch._C._len_torch_function_stack(), get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
+            layers = 0
+        modes = torch._C._len_torch_function_stack(), layers, torch.is_grad_enabled()
         self._before = default_state(self._device), own, modes
         if self.oracle is not None:
             self._data = [(own, own.mark()) for own in (self.oracle.f, self.oracle.g) if own.data is not None]
@@ -300,12 +305,12 @@ def undo_of(state: State, x: Sequence[Tensor], y: Sequence[Tensor]) -> Callable[
 
 
 def _write_values(live: Vector, values: Sequence[Tensor]) -> None:
-    for t, value in zip(live, values, strict=True):
-        if t.shape != value.shape:
-            raise ValueError(
-                f"a method returned a value of shape {tuple(value.shape)} for a parameter of shape {tuple(t.shape)}; "
-                "return tensors with the shapes of the parameters from estimate() and update()"
-            )
+    if [t.shape for t in live] != [value.shape for value in values]:
+        t, value = next(pair for pair in zip(live, values, strict=True) if pair[0].shape != pair[1].shape)
+        raise ValueError(
+            f"a method returned a value of shape {tuple(value.shape)} for a parameter of shape {tuple(t.shape)}; "
+            "return tensors with the shapes of the parameters from estimate() and update()"
+        )
     live.copy_(values)
 
 
@@ -334,17 +339,18 @@ class Recalled(NamedTuple):
 def recalled(state: State, parameters: Sequence[Tensor], prefix: str) -> Recalled:
     """Return the state of the parameters of one level, whose optimizer's entries have this prefix."""
     own = [state.get(p, _NOTHING) for p in parameters]
+    if not any(own):
+        return Recalled({}, {}, None)
     memory: dict[str, Vector] = {}
     tables: dict[str, Tensor] = {}
-    alone = len(own) > 1  # whether a parameter may have entries of its own
-    for name, value in own[0].items() if own else ():
+    alike = all([entries.keys() == own[0].keys() for entries in own])
+    alone = not alike  # whether a parameter may have entries of its own
+    for name, value in own[0].items():
         if name.startswith(SOLVERS):
             alone = True
         elif name.startswith(TABLE):
             tables[name[len(TABLE) :]] = value
-        elif len(own) == 1:
-            memory[name] = Vector((value,))
-        elif all([name in entries for entries in own]):
+        elif alike or all([name in entries for entries in own]):
             memory[name] = Vector([entries[name] for entries in own])
     found = own if alone else ()
     solver = [{k[len(prefix) :]: v for k, v in entries.items() if k.startswith(prefix)} for entries in found]

@@ -23,7 +23,7 @@ from .differentiable import (
     roots_in,
     working_unit,
 )
-from .point import Point, none_to_zeros
+from .point import Point, differentiated, none_to_zeros
 
 __all__ = ["LowerSystem", "Oracle", "UpperSystem"]
 
@@ -209,12 +209,14 @@ class Oracle(Point):
         session, own = self.session, Vector(())
         x = session.gathered.full(x) if self.sharded else x
         variables, like = _by_level(x, y), _by_level(self.x, self.y)
+        alone = session.options.ranks.alone
 
         def product(v: Vector, wrt: str) -> Vector:
             products = self._products(gradients, variables[wrt], y, v, like[wrt])
             if wrt != "lower":
                 session.note_reached(products[: len(x)])
-            return Vector(self.averaged(none_to_zeros(products, like[wrt]))[0])
+            found = none_to_zeros(products, like[wrt])
+            return found if alone else Vector(self.averaged(found)[0])
 
         def rows(basis: Vector) -> Vector:
             plain = bool(session.found.fused)
@@ -337,14 +339,8 @@ def pulled(
         return [None] * len(variables)
     try:
         with plain_operations() if plain and not is_tracing() else nullcontext():
-            return torch.autograd.grad(
-                [g for _, g in parts],
-                list(variables),
-                [v[i] for i, _ in parts],
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=batched,
-            )
+            outputs, weights = [g for _, g in parts], [v[i] for i, _ in parts]
+            return differentiated(outputs, variables, weights, graph=False, again=True, batched=batched)
     except (RuntimeError, NotImplementedError) as error:
         explain_second(error)
         raise

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from ..problem.objective import Objective, Sample, batch_kept, note_batch, require_placed
 from ..problem.random import numbers_kept
@@ -17,7 +18,7 @@ from .differentiable import is_marked, mark_graph, require_constant_weights
 from .doors import require_free_batch
 from .session import Session, as_scalar
 
-__all__ = ["Point", "in_place", "none_to_zeros"]
+__all__ = ["Point", "differentiated", "in_place", "none_to_zeros"]
 
 CALLS_BACKWARD = (
     "the {} seems to call backward() or zero_grad(), or to return a loss whose graph has been freed, but the optimizer "
@@ -31,6 +32,8 @@ REENTRANT = (
     "a loss uses reentrant checkpointing, which torch supports only in backward(), and not in torch.autograd.grad, by "
     "which the optimizer differentiates it: pass use_reentrant=False to torch.utils.checkpoint"
 )
+STRIDED = torch.strided
+Tensors = Sequence[Tensor]
 
 
 class Point:
@@ -210,7 +213,7 @@ class Point:
             with (
                 nullcontext() if known else self._unwritten(sample),
                 watched,
-                torch.set_grad_enabled(graph),
+                nullcontext() if graph is torch.is_grad_enabled() else torch.set_grad_enabled(graph),
                 nullcontext() if sample.once else sample.replayed(self.device),
             ):
                 return sample(*arguments)
@@ -255,20 +258,19 @@ class Point:
         if self.sharded and not graph:
             return _by_backward(loss, inputs, (*self.live_x, *self.live_y))
         try:
-            found = torch.autograd.grad(
-                loss, list(inputs), create_graph=graph, retain_graph=graph or again, allow_unused=True
-            )
+            found = differentiated((loss,), inputs, (torch.ones_like(loss),), graph=graph, again=graph or again)
         except RuntimeError as error:
             if "a second time" in str(error):
                 raise RuntimeError(CALLS_BACKWARD.format("loss")) from error
             if "use_reentrant" in str(error) or "Checkpointing is not compatible" in str(error):
                 raise ValueError(REENTRANT) from error
             raise
-        for gradient, t in zip(found, inputs, strict=True):
-            if gradient is not None and gradient.layout is not torch.strided:
+        for gradient in found:
+            if gradient is not None and gradient.layout is not STRIDED:
                 names = dict(zip(map(id, (*self.live_x, *self.live_y)), self.names, strict=True))
+                own = next(t for t, other in zip(inputs, found, strict=True) if other is gradient)
                 raise ValueError(
-                    f"the gradient of parameter {names.get(id(t), '')} is sparse, but only dense gradients are "
+                    f"the gradient of parameter {names.get(id(own), '')} is sparse, but only dense gradients are "
                     "supported: create its module (nn.Embedding, nn.EmbeddingBag) with sparse=False"
                 )
         return self.apart(found, graph=graph) if self.session.hooked else found
@@ -468,9 +470,34 @@ class in_place:
                 tensor.data = storage
 
 
+def differentiated(
+    outputs: Tensors, inputs: Tensors, weights: Tensors, *, graph: bool, again: bool, batched: bool = False
+) -> Sequence[Tensor | None]:
+    """Return derivatives of <outputs, weights> as ``torch.autograd.grad`` does, None for unused inputs.
+
+    Its checks of the arguments take a twentieth of a small step, so plain tensors go to the engine without them.
+
+    Args:
+        outputs: tensors with a graph.
+        inputs: tensors to differentiate in.
+        weights: tensors with the shapes of the outputs, with ``batched`` stacked.
+        graph: make a graph of the derivatives.
+        again: keep the graph of the outputs.
+        batched: take the derivatives for each of the stacked weights.
+    """
+    outputs, inputs, weights = (*outputs,), (*inputs,), (*weights,)
+    if batched or has_torch_function((*outputs, *inputs)):
+        return torch.autograd.grad(outputs, inputs, weights, again, graph, allow_unused=True, is_grads_batched=batched)
+    return torch.autograd.graph._engine_run_backward(
+        outputs, weights, again, graph, inputs, allow_unreachable=True, accumulate_grad=False
+    )
+
+
 def none_to_zeros(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
     """Return gradients with zeros for the tensors without one."""
-    return Vector([torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True)])
+    if any([g is None for g in gradients]):
+        return Vector([torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True)])
+    return Vector(gradients)  # type: ignore[arg-type]
 
 
 def _by_backward(loss: Tensor, inputs: Sequence[Tensor], live: Sequence[Tensor]) -> list[Tensor | None]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class Checks:
             self._require_finite(step)
         on, remaining = set(), iter(numbers[len(signs) :])
         for key, message, test, figures in self._alerts:
-            if test(*(next(remaining) for _ in figures)):
+            if test(*islice(remaining, len(figures))):
                 if key == REFUSAL:
                     raise ValueError(_text(message))
                 on.add(key)

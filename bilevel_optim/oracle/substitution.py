@@ -29,7 +29,8 @@ class Substitution(TorchFunctionMode):
 
     def __init__(self, live: Iterable[Tensor], values: Iterable[Tensor], *, stacked: bool = True) -> None:
         super().__init__()
-        self._value_of = dict(zip(live, values, strict=True))  # a tensor is a key by its identity
+        self._live = [*live]  # so that no other tensor gets the identity of one of them
+        self._value_of = dict(zip(map(id, self._live), values, strict=True))
         self._stacked = stacked
 
     def __enter__(self) -> Self:
@@ -45,12 +46,12 @@ class Substitution(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        value_of = self._value_of  # most arguments are tensors or numbers: a look without a call
+        new = [self._new(a) if type(a) in _SEQUENCES else value_of.get(id(a), a) for a in args]
+        if not kwargs and func not in _CHANGED:
+            return func(*new)
         if self._stacked and func is F.batch_norm:
             func = _batch_norm_without_update
-        value_of = self._value_of  # most arguments are tensors or numbers: a look without a call
-        new: list[Any] = [
-            value_of.get(a, a) if isinstance(a, Tensor) else self._new(a) if type(a) in _SEQUENCES else a for a in args
-        ]
         if func is F.l1_loss:
             kwargs = all_arguments(func, kwargs)
         kwargs = {k: self._new(a) for k, a in kwargs.items()} if kwargs else {}
@@ -62,17 +63,18 @@ class Substitution(TorchFunctionMode):
 
     def _new(self, a: Any) -> Any:
         """Return the replacement of an argument, also within lists."""
-        if isinstance(a, Tensor):
-            return self._value_of.get(a, a)
-        return type(a)([self._new(v) for v in a]) if type(a) in _SEQUENCES else a
+        if type(a) in _SEQUENCES:
+            return type(a)([self._new(v) for v in a])
+        return self._value_of.get(id(a), a)
 
 
 _SEQUENCES = (list, tuple)
+_CHANGED = frozenset((F.batch_norm, F.l1_loss, F.linear, F.embedding))
 
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.values: list[dict[Tensor, Tensor]] = []
+        self.values: list[dict[int, Tensor]] = []
 
 
 _STACK = _Stack()  # in a trace, the replacements of the open blocks
@@ -81,8 +83,8 @@ _STACK = _Stack()  # in a trace, the replacements of the open blocks
 def replacement(live: Tensor) -> Tensor:
     """Return the value that replaces a tensor in a trace; graphs of the user's functions are called with it."""
     for values in reversed(_STACK.values):
-        if live in values:
-            return values[live]
+        if id(live) in values:
+            return values[id(live)]
     return live
 
 

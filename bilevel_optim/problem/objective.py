@@ -94,16 +94,16 @@ class Objective:
             raise ValueError(
                 f"Invalid accumulate value: {accumulate} (an integer of at least 1; above 1 it needs data)"
             )
-        for name, value in (("loss", loss), ("features", features)):
-            if not callable(value) and (name == "loss" or value is not None):
-                raise TypeError(
-                    f"{name} must be callable, but got {type(value).__name__}; pass the function, without calling it"
-                )
+        if not callable(loss) or not (features is None or callable(features)):
+            name, value = ("features", features) if callable(loss) else ("loss", loss)
+            raise TypeError(
+                f"{name} must be callable, but got {type(value).__name__}; pass the function, without calling it"
+            )
         if data is not None and not isinstance(data, Iterable):
             raise TypeError(
                 f"data must be iterable, but got {type(data).__name__}; pass a DataLoader or a list such as [batch]"
             )
-        if isinstance(data, Iterator):
+        if data is not None and isinstance(data, Iterator):
             raise ValueError(
                 f"the data of an Objective are an iterator (a {type(data).__name__}), which cannot go back to a batch "
                 "after a failed step or a check, and would skip many; pass a DataLoader or a list, which repeat by "

@@ -6,7 +6,7 @@ as a hand-fused one. ``dot``, ``norm``, ``max_abs`` and ``sum`` are the only red
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,10 +73,10 @@ class Vector(tuple[Tensor, ...]):
         """Return this vector minus the direction, with a learning rate for each tensor."""
         if len(self) == 1 and type(rates[0]) is float:
             return Vector((torch.add(self[0], direction[0], alpha=-rates[0]),))
+        if type(rates[0]) is float and len(set(rates)) == 1:
+            return Vector(torch._foreach_add([*self], [*direction], alpha=-rates[0]))
         if any([isinstance(rate, Tensor) for rate in rates]):
             return self - Vector(direction) * list(rates)
-        if len(set(rates)) == 1:
-            return Vector(torch._foreach_add([*self], [*direction], alpha=-float(rates[0])))
         return Vector(torch.add(t, d, alpha=-float(rate)) for t, d, rate in zip(self, direction, rates, strict=True))
 
     def dot(self, other: Sequence[Tensor]) -> Tensor:
@@ -181,12 +181,9 @@ def is_sharded(t: Tensor) -> bool:
     return hasattr(t, "full_tensor")
 
 
-def any_sharded(tensors: Iterable[Tensor]) -> bool:
-    """Return True if a tensor is sharded; a loop, because each step calls this several times."""
-    for t in tensors:  # noqa: SIM110
-        if type(t) not in _PLAIN and is_sharded(t):
-            return True
-    return False
+def any_sharded(tensors: Collection[Tensor]) -> bool:
+    """Return True if a tensor is sharded."""
+    return not _PLAIN.issuperset(map(type, tensors)) and any([is_sharded(t) for t in tensors])
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))

@@ -113,8 +113,9 @@ class LowerResult(NamedTuple):
         """Return the norm of the last residual; with ``lanes``, one for each stacked copy."""
         if self.size is not None:
             return self.size if lanes else _together(self.size)
-        assert self.residual is not None
-        return self.residual.lane_norm() if lanes else self.residual.norm()
+        residual = self.residual
+        assert residual is not None
+        return residual.lane_norm() if lanes else residual.norm()
 
     def watched(self, session: Session, rule: LowerRule, start: Vector, steps: int) -> dict[str, Any]:
         """Return diagnostics of steps from ``start``; warn if they diverge or leap.
