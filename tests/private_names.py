@@ -182,19 +182,6 @@ NAMES = [
     ),
     Name("torch.overrides._pop_mode", "optimizer/transaction.py", "likewise", "likewise"),
     Name("torch._C._functorch.*", "optimizer/transaction.py", "the same for vmap", "likewise"),
-    Name(
-        "torch._C._dispatch_tls_local_include_set",
-        "optimizer/transaction.py",
-        "whether vmap is on, without a first question to it: from then on torch copies its state in each backward pass",
-        "the depth of vmap's layers at no later cost",
-    ),
-    Name("torch._C.DispatchKey.*", "optimizer/transaction.py", "likewise", "likewise"),
-    Name(
-        "torch.autograd.graph._engine_run_backward",
-        "oracle/point.py",
-        "torch.autograd.grad checks its arguments for a twentieth of a small step; this is its last line",
-        "nothing: torch.autograd.grad returns the same",
-    ),
     # ------------------------------------------------------------------------------------ processes
     Name(
         "._current_frames",

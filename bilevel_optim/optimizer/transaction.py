@@ -54,7 +54,6 @@ __all__ = [
 
 Action = Callable[[], object]
 CPU = torch.device("cpu")
-LAYERS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode  # on as long as functorch has layers
 _TAKING_OVER = Lock()
 
 
@@ -130,13 +129,9 @@ class Transaction:
 
     def __enter__(self) -> Self:
         own = None if self._generator is None else self._generator.get_state()
-        # Functorch is asked only where it is on: from its first answer, torch copies its state in each backward pass.
-        on = torch._C._dispatch_tls_local_include_set().has(LAYERS)
-        layers = get_dynamic_layer_stack_depth() if on else 0
-        if layers and not _in_transform():
+        if get_dynamic_layer_stack_depth() and not _in_transform():
             _end_layers(0)  # an interrupt has left them on, here or elsewhere
-            layers = 0
-        modes = torch._C._len_torch_function_stack(), layers, torch.is_grad_enabled()
+        modes = torch._C._len_torch_function_stack(), get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
         self._before = default_state(self._device), own, modes
         if self.oracle is not None:
             self._data = [(own, own.mark()) for own in (self.oracle.f, self.oracle.g) if own.data is not None]

@@ -23,7 +23,7 @@ from .differentiable import (
     roots_in,
     working_unit,
 )
-from .point import Point, differentiated, none_to_zeros
+from .point import Point, none_to_zeros
 
 __all__ = ["LowerSystem", "Oracle", "UpperSystem"]
 
@@ -339,8 +339,14 @@ def pulled(
         return [None] * len(variables)
     try:
         with plain_operations() if plain and not is_tracing() else nullcontext():
-            outputs, weights = [g for _, g in parts], [v[i] for i, _ in parts]
-            return differentiated(outputs, variables, weights, graph=False, again=True, batched=batched)
+            return torch.autograd.grad(
+                [g for _, g in parts],
+                list(variables),
+                [v[i] for i, _ in parts],
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=batched,
+            )
     except (RuntimeError, NotImplementedError) as error:
         explain_second(error)
         raise

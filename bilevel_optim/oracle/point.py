@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function
 
 from ..problem.objective import Objective, Sample, batch_kept, note_batch, require_placed
 from ..problem.random import numbers_kept
@@ -18,7 +17,7 @@ from .differentiable import is_marked, mark_graph, require_constant_weights
 from .doors import require_free_batch
 from .session import Session, as_scalar
 
-__all__ = ["Point", "differentiated", "in_place", "none_to_zeros"]
+__all__ = ["Point", "in_place", "none_to_zeros"]
 
 CALLS_BACKWARD = (
     "the {} seems to call backward() or zero_grad(), or to return a loss whose graph has been freed, but the optimizer "
@@ -33,7 +32,6 @@ REENTRANT = (
     "which the optimizer differentiates it: pass use_reentrant=False to torch.utils.checkpoint"
 )
 STRIDED = torch.strided
-Tensors = Sequence[Tensor]
 
 
 class Point:
@@ -258,7 +256,9 @@ class Point:
         if self.sharded and not graph:
             return _by_backward(loss, inputs, (*self.live_x, *self.live_y))
         try:
-            found = differentiated((loss,), inputs, (torch.ones_like(loss),), graph=graph, again=graph or again)
+            found = torch.autograd.grad(
+                loss, list(inputs), create_graph=graph, retain_graph=graph or again, allow_unused=True
+            )
         except RuntimeError as error:
             if "a second time" in str(error):
                 raise RuntimeError(CALLS_BACKWARD.format("loss")) from error
@@ -468,29 +468,6 @@ class in_place:
         elif self._before is not None:
             for tensor, storage in zip(self._moved, self._before, strict=True):
                 tensor.data = storage
-
-
-def differentiated(
-    outputs: Tensors, inputs: Tensors, weights: Tensors, *, graph: bool, again: bool, batched: bool = False
-) -> Sequence[Tensor | None]:
-    """Return derivatives of <outputs, weights> as ``torch.autograd.grad`` does, None for unused inputs.
-
-    Its checks of the arguments take a twentieth of a small step, so plain tensors go to the engine without them.
-
-    Args:
-        outputs: tensors with a graph.
-        inputs: tensors to differentiate in.
-        weights: tensors with the shapes of the outputs, with ``batched`` stacked.
-        graph: make a graph of the derivatives.
-        again: keep the graph of the outputs.
-        batched: take the derivatives for each of the stacked weights.
-    """
-    outputs, inputs, weights = (*outputs,), (*inputs,), (*weights,)
-    if batched or has_torch_function((*outputs, *inputs)):
-        return torch.autograd.grad(outputs, inputs, weights, again, graph, allow_unused=True, is_grads_batched=batched)
-    return torch.autograd.graph._engine_run_backward(
-        outputs, weights, again, graph, inputs, allow_unreachable=True, accumulate_grad=False
-    )
 
 
 def none_to_zeros(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
