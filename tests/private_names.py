@@ -30,7 +30,7 @@ NAMES = [
     ),
     Name(
         '"_backward_hooks"',
-        "compiled/steps.py",
+        "compiled/key.py",
         "hooks on parameters are a part of a step's key, read with other attributes by one call in C",
         "likewise",
     ),
@@ -125,7 +125,7 @@ NAMES = [
     ),
     Name(
         "torch.nn.modules.module._global_forward_*hooks",
-        "compiled/steps.py",
+        "compiled/key.py",
         "hooks on all modules, which Dynamo calls but does not guard",
         "a guard of Dynamo's",
     ),

@@ -154,6 +154,10 @@ def test_torch_distributed_is_named_in_one_folder():
 # The parts of a step are private: these modules ask the optimizer for them. Methods do so by ``self``.
 STEPPING = {
     "compiled/steps.py": "makes steps in place of the optimizer",
+    "compiled/runs.py": "likewise, many in a chain",
+    "compiled/beside.py": "refuses steps by the update rules that they have used",
+    "compiled/draws.py": "asks the method for the draws of its next step",
+    "compiled/key.py": "tells steps apart by the module buffers that they change",
     "compiled/pure.py": "the step as a function of values",
     "compiled/places.py": "reads the state of a step and writes its results",
     "checking/check.py": "evaluates the losses at other points than a step",

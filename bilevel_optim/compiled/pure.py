@@ -22,7 +22,7 @@ from ..problem.vector import Vector, as_variable
 from ..pytree import replace
 from ..solvers.limits import Limits
 from ..solvers.lower import LowerRule
-from .draws import GivenData
+from .given import GivenData
 
 __all__ = ["PureStep", "State", "following", "results_of", "state_of"]
 

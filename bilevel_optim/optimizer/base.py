@@ -389,9 +389,9 @@ class BilevelOptimizer(Method):
             (1.0, None)
         """
         from ..compiled.entry import Settings
-        from ..compiled.steps import CompiledSteps
+        from ..compiled.runs import CompiledRuns
 
-        captured = CompiledSteps(self, Settings(fullgraph, dynamic, backend, mode, options, rtol, atol))
+        captured = CompiledRuns(self, Settings(fullgraph, dynamic, backend, mode, options, rtol, atol))
         captured.say_why_eager()
         self._captured, self._untraced_update = captured, captured.why_update_is_eager()
 

@@ -21,6 +21,7 @@ from bilevel_optim.compiled.chain import Chain
 from bilevel_optim.compiled.forms import DataForm
 from bilevel_optim.compiled.places import StatePlaces
 from bilevel_optim.compiled.program import StepProgram, StepReader
+from bilevel_optim.compiled.runs import CompiledRuns
 from bilevel_optim.optimizer.method import Method
 
 from ..common import Parser, environment, show, whole
@@ -30,16 +31,16 @@ from .speed import optimizer_of
 METHODS = ("soba", "aid", "srba", "f2sa")
 Compiled = compiled.CompiledSteps
 PARTS: dict[str, tuple[Any, str]] = {
-    "cache key": (Compiled, "_entry"),
+    "cache key": (Compiled, "entry_for"),
     "guards": (StepReader, "known"),
-    "drawing": (Compiled, "_drawn"),
-    "drawing ahead": (Compiled, "_ahead"),
+    "drawing": (Compiled, "drawn"),
+    "drawing ahead": (CompiledRuns, "_ahead"),
     "form of data and state": (DataForm, "fits_at_once"),
     "state in": (StatePlaces, "read"),
     "program": (StepProgram, "once"),
     "first program of a run": (StepProgram, "__call__"),
     "programs in a row": (Chain, "follow"),
-    "state out": (Compiled, "_write"),
+    "state out": (Compiled, "write"),
     "watchers": (Method, "_watch_losses"),
 }
 ROUNDS = 9

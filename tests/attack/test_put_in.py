@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.compiled import draws, places, reading
-from bilevel_optim.compiled import steps as compiled_steps
+from bilevel_optim.compiled import draws, places, reading, runs
 from bilevel_optim.compiled.chain import Chain
+from bilevel_optim.compiled.key import OptionsKey, Rates
 from bilevel_optim.compiled.steps import CompiledSteps
 
 from ..compiled.guards import noticed
@@ -126,21 +126,21 @@ def first_state(patch):
 
 
 def options_not_in_the_key(patch):
-    patch.setattr(CompiledSteps, "_options", lambda self: iter(()))
+    patch.setattr(OptionsKey, "now", lambda self: iter(()))
 
 
 def other_groups(patch):
-    now = CompiledSteps._now
-    patch.setattr(CompiledSteps, "_now", lambda self, device: now(self, device)[::-1])
+    now = Rates.on
+    patch.setattr(Rates, "on", lambda self, device: now(self, device)[::-1])
 
 
 def first_rates(patch):
-    now = CompiledSteps._now
-    patch.setattr(CompiledSteps, "_now", lambda self, device: vars(self).setdefault("rates", now(self, device)))
+    now = Rates.on
+    patch.setattr(Rates, "on", lambda self, device: vars(self).setdefault("rates", now(self, device)))
 
 
 def no_hooks(patch):
-    patch.setattr(compiled_steps, "has_hooks", lambda optimizer: False)
+    patch.setattr(runs, "has_hooks", lambda optimizer: False)
 
 
 def memory_not_written(patch):
@@ -158,11 +158,11 @@ def buffers_not_written(patch):
 
 
 def flags_not_read(patch):
-    patch.setattr(CompiledSteps, "_troubled", lambda *_: False)
+    patch.setattr(CompiledSteps, "is_troubled", lambda *_: False)
 
 
 def places_not_restored(patch):
-    patch.setattr(CompiledSteps, "_return_to", lambda *_: None)
+    patch.setattr(CompiledSteps, "return_to", lambda *_: None)
 
 
 def data_in_another_order(patch):

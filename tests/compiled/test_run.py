@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from bilevel_optim.compiled import steps as compiled_steps
 from bilevel_optim.compiled.chain import Chain
 from bilevel_optim.compiled.steps import CompiledSteps
 from bilevel_optim.pytree import replace
@@ -124,8 +125,8 @@ def results(optimizer, losses, x, y):
 
 def test_steps_of_two_kinds_are_one_chain(monkeypatch):
     """Every fourth step of `SRBA` evaluates all terms, by another graph; both are written once, at the end."""
-    written, write = [], CompiledSteps._write
-    monkeypatch.setattr(CompiledSteps, "_write", lambda *given: written.append(given[-2:]) or write(*given))
+    written, write = [], CompiledSteps.write
+    monkeypatch.setattr(CompiledSteps, "write", lambda *given: written.append(given[-2:]) or write(*given))
     found = []
     for at_once in (False, True):
         optimizer, losses, x, y, _ = sums()
@@ -142,9 +143,9 @@ def test_steps_of_two_kinds_are_one_chain(monkeypatch):
 
 def test_steps_of_two_kinds_are_compared_as_often_as_one_by_one(monkeypatch):
     """A chain ends before a step that is to be compared, of either kind."""
-    uses, compared = [], CompiledSteps._compared
-    noted = lambda own, entry, *given: uses.append(entry.uses) or compared(own, entry, *given)  # noqa: E731
-    monkeypatch.setattr(CompiledSteps, "_compared", noted)
+    uses, compared = [], compiled_steps.compared
+    noted = lambda a, b, entry, *given: uses.append(entry.uses) or compared(a, b, entry, *given)  # noqa: E731
+    monkeypatch.setattr(compiled_steps, "compared", noted)
     found = []
     for at_once in (False, True):
         uses.clear()
@@ -524,7 +525,7 @@ def test_memory_that_many_steps_share_is_not_that_of_their_results():
         second = optimizer.run(*losses, steps=40)
         assert all(map(torch.equal, held, before))
         ends.append([first, second, x.detach(), y.detach(), *before])
-    ((_, reader),) = (one for entry in optimizer._captured._entries for one in entry.compiled)
+    ((_, reader),) = (one for entry in optimizer._captured.entries for one in entry.compiled)
     chain = reader.programs[-1][1].chain
     assert len(chain._reusing) == 3
     for one, other in zip(*ends, strict=True):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from bilevel_optim.compiled import runs
 from bilevel_optim.compiled import steps as compiled_steps
 
 from ..problems import seeded
@@ -81,8 +82,8 @@ class Interrupting:
 @pytest.mark.parametrize("after", [0, 1, 7, 20])
 def test_an_interrupted_run_is_whole_and_loses_little(data, after, monkeypatch):
     """Wherever it is interrupted, x, y, counts, numbers and positions are those of as many eager steps."""
-    monkeypatch.setattr(compiled_steps, "AT_RISK", 0.0)  # a chain is one step long
-    monkeypatch.setattr(compiled_steps, "FIRST", 3)
+    monkeypatch.setattr(runs, "AT_RISK", 0.0)  # a chain is one step long
+    monkeypatch.setattr(runs, "FIRST", 3)
     rows = [*ROWS] if data == "list" else Failing(None, OSError)
     backend = Interrupting()
     optimizer, upper, lower, x, y = made(bo.SOBA, rows, True, backend)

@@ -1,0 +1,196 @@
+"""Samples that were drawn before a step, passed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..problem.objective import Objective, Sample
+from ..problem.tasks import StandIn
+from .draws import Sources
+
+__all__ = ["GivenData", "Recorded"]
+
+OTHERS = "a step draws other samples than an earlier step of the same kind, so its graph has no inputs for them"
+
+
+class GivenData:
+    """Samples for a step, by source, each in the order of its draws.
+
+    Args:
+        drawn: source -> its samples.
+        losses: the user's functions, by role.
+        sources: an eager step draws from them if it needs more than it has declared (after an alert).
+            Default: the step is traced by Dynamo, and may not draw.
+    """
+
+    def __init__(
+        self,
+        drawn: Mapping[str, Sequence[Any]],
+        losses: Mapping[str, Callable[..., Any]],
+        sources: Sources | None = None,
+    ) -> None:
+        self._left = {source: [*found] for source, found in drawn.items()}
+        self._losses, self._sources = losses, sources
+
+    def objective(self, level: str) -> _Given | None:
+        """Return the objective of a level; None if the method has none."""
+        if level not in self._losses:
+            return None
+        if self._sources is None:
+            return _Given(level, self, self._losses)
+        return _GivenAgain(level, self, self._losses, self._sources.objectives[level])
+
+    def sampler(self, source: Any) -> _GivenTasks:
+        """Return a task sampler that gives the drawn tasks."""
+        return _GivenTasks(source, self)
+
+    def next(self, source: str) -> Any:
+        """Return the next sample of a source."""
+        left = self._left.get(source)
+        if not left:
+            raise RuntimeError(OTHERS)
+        return left.pop(0)
+
+    def has(self, source: str) -> bool:
+        """Return True if samples of a source are left."""
+        return len(self._left.get(source, ())) > 0
+
+    def require_used(self) -> None:
+        """Raise if samples are left."""
+        if any([len(found) > 0 for found in self._left.values()]):
+            raise RuntimeError(OTHERS)
+
+    @property
+    def is_eager(self) -> bool:
+        """True if the samples are for an eager step."""
+        return self._sources is not None
+
+
+class _Given(Objective):
+    """An objective whose samples were drawn before the step."""
+
+    def __init__(self, level: str, given: GivenData, losses: Mapping[str, Callable[..., Any]]) -> None:
+        self.loss, self.features = losses[level], losses.get(f"{level} features")
+        self.data = self.device = None
+        self.accumulate, self.level, self._given = 1, level, given
+        self._terms: Any = losses.get(f"{level} terms")
+
+    @property
+    def terms(self) -> int | None:
+        return self._terms  # type: ignore[no-any-return]
+
+    def begin(self) -> None:
+        return None
+
+    def draw(self, *, once: bool = False) -> Sample:
+        drawn = self._given.next(self.level)
+        arguments, index, weight = drawn if len(drawn) == 3 else (drawn, None, None)
+        return self._again(arguments, index, weight, once)
+
+    def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
+        return [self.draw() for _ in range(most + 1)]
+
+    def samples(self, most: int | None = None) -> list[Sample]:
+        if not self._given.has(f"all of {self.level}"):
+            return [self.sample()]
+        terms = self._given.next(f"all of {self.level}")
+        return [self._again(arguments, index, weight, False) for index, (arguments, weight) in enumerate(terms)]
+
+    def sample(self, *arguments: Any, once: bool = False) -> Sample:
+        return Sample(self.loss, arguments, once=once, features=self.features)
+
+    def _again(self, arguments: Any, index: Any, weight: Any, once: bool) -> Sample:
+        sample = self.sample(*arguments, once=once)
+        sample.index = index
+        if weight is not None:
+            sample.loss, sample.weight = _weighted(sample.loss, weight), weight
+        return sample
+
+
+class _GivenAgain(_Given):
+    """Such an objective for an eager step, which may draw more."""
+
+    def __init__(
+        self, level: str, given: GivenData, losses: Mapping[str, Callable[..., Any]], source: Objective
+    ) -> None:
+        super().__init__(level, given, losses)
+        self.data, self.source, self._features = source.data, source, None
+
+    def begin(self) -> None:
+        Objective.begin(self)
+        self.source.begin()
+
+    def mark(self) -> tuple[Any, ...]:
+        return ()  # `CompiledSteps` rewinds the source
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        return None
+
+    def sample(self, *arguments: Any, once: bool = False) -> Sample:
+        return Objective.sample(self, *arguments, once=once)
+
+    def draw(self, *, once: bool = False) -> Sample:
+        return super().draw(once=once) if self._given.has(self.level) else self.source.draw(once=once)
+
+    def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
+        if not self._given.has(self.level):
+            return self.source.draw_some(name, count, most)
+        return super().draw_some(name, count, most)[: int(count) + 1]
+
+    def samples(self, most: int | None = None) -> list[Sample]:
+        return super().samples(most) if self._given.has(f"all of {self.level}") else self.source.samples(most)
+
+    def term(self, index: int, *, once: bool = False) -> Sample:
+        return self.source.term(index, once=once)
+
+
+def _weighted(loss: Callable[..., Any], weight: Tensor) -> Callable[..., Any]:
+    def weighted(*arguments: Any) -> Any:
+        value = loss(*arguments)
+        return value * weight.to(value.dtype)
+
+    return weighted
+
+
+class _GivenTasks(StandIn):
+    """A sampler whose tasks and batches were drawn before the step."""
+
+    def __init__(self, source: Any, given: GivenData) -> None:
+        super().__init__(source)
+        self._given = given
+
+    def sample(self, n: int, generator: Any) -> Any:
+        return self._given.next("tasks") if self._is_given("tasks") else super().sample(n, generator)
+
+    def lower(self, tasks: Any, n: Any, generator: Any) -> Any:
+        name = "tasks.lower"
+        return self._given.next(name) if self._is_given(name) else super().lower(tasks, n, generator)
+
+    def upper(self, tasks: Any, n: Any, generator: Any) -> Any:
+        name = "tasks.upper"
+        return self._given.next(name) if self._is_given(name) else super().upper(tasks, n, generator)
+
+    def whole(self, draw: Any, inputs: Any) -> Any:
+        return self._given.next("whole")
+
+    def _is_given(self, source: str) -> bool:
+        return not self._given.is_eager or self._given.has(source)
+
+
+class Recorded(StandIn):
+    """A sampler that records how a method that chooses its own tasks draws all that a step needs.
+
+    Attributes:
+        draws: that function, of the sampler and the random inputs; None if the method did not use it.
+    """
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        self.draws: Callable[[Any, Mapping[str, Tensor]], Any] | None = None
+
+    def whole(self, draw: Any, inputs: Any) -> Any:
+        self.draws = draw
+        return draw(self.source, inputs)
