@@ -33,7 +33,7 @@ class Estimate:
         gradient: estimate of the hypergradient, shaped like x.
         diagnostics: useful scalars and small tensors; a vector is reported by its norm; others may be computed later.
         memory: tensors shaped like y to remember for the next estimate, by name.
-        upper_memory: the same shaped like x.
+        upper_memory: the same shaped like x; neither is reduced over tasks or ranks.
         start: derivative in the initial lower value of the steps, if it is known.
         lower: the improved y. None: unchanged.
         solver: the lower optimizer's new state. None: unchanged.

@@ -8,6 +8,7 @@ from torch._dynamo.mutation_guard import GenerationTracker
 
 import bilevel_optim as bo
 from bilevel_optim.compiled import program, reading
+from bilevel_optim.compiled.forms import DataForm
 
 from ..problems import seeded
 
@@ -213,3 +214,12 @@ def test_an_interrupt_as_guards_are_asked_leaves_dynamo_as_it_was(monkeypatch):
     left = inner(None)
     assert left is None
     assert len(calls) == 1
+
+
+def test_a_tensor_that_is_there_twice_has_the_form_of_each_place():
+    """Torch's guards refuse such a list, so each tensor is looked at once."""
+    a, b = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
+    form = DataForm.of([a.clone(), a.clone(), b])
+    assert form.tensors_of([a, a, b]) == [a, a, b]
+    for others in ([b, b, b], [a, a, a], [a, b, b], [a, a], [a, a, b.float()]):
+        assert form.tensors_of(others) is None

@@ -36,6 +36,45 @@ def test_stochastic_batches_and_subsets_are_unbiased():
     assert drawn.std(0).min() > 0.01
 
 
+class Alike:
+    """So many tasks in each step, all of them the same."""
+
+    def __init__(self, *counts):
+        self.counts = iter(counts)
+
+    def sample(self, n, generator):
+        return torch.zeros(next(self.counts), dtype=torch.int64)
+
+    def lower(self, tasks, n, generator):
+        return tasks.new_ones((len(tasks), 1), dtype=torch.float64)
+
+    upper = lower
+
+
+# ANIL needs more tensors of x than of y.
+@each(lambda row: row.takes_tasks and row.declared.tasks not in ("rows", "required") and row.name != "ANIL")
+def test_steps_do_not_depend_on_how_many_tasks_are_the_same(row):
+    """What a method keeps of x is that of the mean over tasks, not of their sum."""
+
+    def after(*counts):
+        x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.3, 0.5))
+        optimizer, tasks = row([x], [y], short=True), Alike(*counts)
+
+        def upper(rows):
+            return ((y - 1).square() * rows).sum() + x.square().sum() / 10
+
+        def lower(rows):
+            return ((y - x).square() * rows).sum() / 2 + y.square().sum() / 10
+
+        torch.manual_seed(0)
+        for n in counts:
+            optimizer.tasks_per_step = n
+            optimizer.step(upper, lower, tasks=tasks)
+        return torch.cat([x.detach(), y.detach(), x.grad])
+
+    close(after(1, 4, 2, 3), after(2, 2, 2, 2), 1e-9, 1e-9)
+
+
 @each(("AID", "ITD", "F2SA", "PZOBO", "StocBiO", "RAHGD"))
 def test_starts(row):
     """All tasks start at the live y, or where lower_init says; warm starts write the mean back, cold ones leave y."""
