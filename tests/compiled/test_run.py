@@ -107,6 +107,24 @@ def test_non_finite_values_end_steps_in_a_row():
         torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
 
 
+def test_batches_of_two_forms_in_one_step_are_one_chain(monkeypatch):
+    written, write = [], CompiledSteps.write
+    monkeypatch.setattr(CompiledSteps, "write", lambda *given: written.append(given[-2:]) or write(*given))
+    found = []
+    for at_once in (False, True):
+        lower = [batch[: 2 + k % 2] for k, batch in enumerate(BATCHES * 2)]
+        optimizer, losses, x, y = problem(bo.StocBiO, BATCHES[:2], lower, lower_steps=3, linear_steps=1)
+        for _ in range(70):  # so that none of the next is compared
+            optimizer.step(*losses)
+        written.clear()
+        several = (
+            optimizer.run(*losses, steps=9) if at_once else torch.stack([optimizer.step(*losses) for _ in range(9)])
+        )
+        found.append([several, x.detach(), y.detach()])
+    assert all(map(torch.equal, *found))
+    assert [times for times, _ in written] == [9]
+
+
 def sums(kind=bo.SRBA, compiled=True):
     """Such an optimizer of finite sums of four terms, each with a stream of its own, and its data."""
     data = [torch.cat(BATCHES[k : k + 4]) for k in (0, 1)]
@@ -511,10 +529,14 @@ def test_many_batches_are_those_of_as_many_draws(length):
 
 
 def test_memory_that_many_steps_share_is_not_that_of_their_results():
-    """Small steps on a CPU write into memory of the step before the last; MRBO's state has the x of the last step."""
+    """Small steps on a CPU write into memory of the step before the last; MRBO's state has the x of the last step.
+
+    A value that is not finite ends a run there too, after the steps before it.
+    """
     ends = []
     for compiled in (False, True):
-        optimizer, losses, x, y = problem(bo.MRBO, BATCHES, BATCHES[::-1], compiled=False)
+        data = [batch.clone() for batch in BATCHES]
+        optimizer, losses, x, y = problem(bo.MRBO, BATCHES, data, compiled=False)
         if compiled:
             optimizer.compile()
         for _ in range(20):
@@ -524,7 +546,12 @@ def test_memory_that_many_steps_share_is_not_that_of_their_results():
         before = [t.clone() for t in held]
         second = optimizer.run(*losses, steps=40)
         assert all(map(torch.equal, held, before))
-        ends.append([first, second, x.detach(), y.detach(), *before])
+        ends.append([first, second, x.detach().clone(), y.detach().clone(), *before])
+        data[(losses[1].state_dict()["position"] + 9) % len(data)].fill_(torch.nan)
+        with pytest.raises(bo.NonFiniteError) as caught:
+            optimizer.run(*losses, steps=40)
+        place = caught.value.step, losses[1].state_dict()["position"]
+        ends[-1] += [x.detach(), y.detach(), torch.tensor(place, dtype=torch.float64)]
     ((_, reader),) = (one for entry in optimizer._captured.entries for one in entry.compiled)
     chain = reader.programs[-1][1].chain
     assert len(chain._reusing) == 3
