@@ -186,6 +186,7 @@ class Plan:
     A shortcut, because every step does this: such samples need not be put together and taken apart again.
 
     Args:
+        kind: kind of the sources. The order of draws from others counts.
         drawn: the samples of one step.
         sizes: number of tensors of each sample, by source; 0 for a loss without data.
 
@@ -193,7 +194,8 @@ class Plan:
         structure: that of the samples, with no random inputs.
     """
 
-    def __init__(self, drawn: Drawn, sizes: Mapping[str, int]) -> None:
+    def __init__(self, kind: SourceKind, drawn: Drawn, sizes: Mapping[str, int]) -> None:
+        self.kind = kind
         self._sizes = [(source, len(drawn[source]), size) for source, size in sizes.items()]
         self.structure = structure_of((drawn, {}), [])
 
@@ -209,7 +211,7 @@ class Plan:
             if len(found) > 1 or -1 in found:
                 return None
             sizes[source] = found.pop()
-        return cls(drawn, sizes)
+        return cls(sources.kind, drawn, sizes)
 
     def draw(self, sources: Sources) -> tuple[dict[str, list[Any]], list[Tensor] | None]:
         """Draw the batches of a step, by source, and return their tensors too; None if a batch has another form."""
@@ -224,7 +226,8 @@ class Plan:
                     tensors = None
                 else:
                     tensors += batch
-        return batches, tensors
+        plain = tensors is not None and {*map(type, tensors)} <= {Tensor}
+        return batches, tensors if plain else None
 
     def samples(self, batches: Mapping[str, list[Any]]) -> Drawn:
         """Return the samples of these batches."""

@@ -222,7 +222,7 @@ class CompiledSteps:
     def drawn(self, entry: Entry, sources: Sources) -> Inputs | None:
         """Draw the inputs of a step; return None, with a reason recorded, if its draws are not known before it."""
         optimizer, tasks = self.optimizer, sources.tasks
-        if entry.plan is not None:
+        if entry.plan is not None and entry.plan.kind is sources.kind:
             return Inputs(sources, {}, plan=entry.plan)
         if entry.draw_all is None and entry.draws is None:
             entry.draws, reason = declared(optimizer, sources)

@@ -133,6 +133,56 @@ def test_steps_follow_each_other_unless_a_loss_reads_the_memory_of_a_parameter(c
         assert bool(chain_lengths) == (not shares)
 
 
+class Shuffled:
+    """Batches in an order that is drawn at the start of each pass."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter([self.batches[i] for i in torch.randperm(len(self.batches)).tolist()])
+
+
+def pairs(count):
+    return [tuple(torch.randn(3, dtype=torch.float64) for _ in range(2)) for _ in range(count)]
+
+
+LATER_DATA = {
+    "one stream for both losses": lambda upper, lower: [bo.Objective(lower, pairs(7))] * 2,
+    "orders drawn from one generator": lambda upper, lower: [
+        bo.Objective(upper, Shuffled(pairs(3))), bo.Objective(lower, Shuffled(pairs(5)))
+    ],
+    "numbers among tensors": lambda upper, lower: [
+        bo.Objective(own, [(a, 2.0) for a, _ in pairs(4)]) for own in (upper, lower)
+    ],
+    "nothing among tensors": lambda upper, lower: [
+        bo.Objective(own, [*pairs(2), (torch.ones(3, dtype=torch.float64), None)]) for own in (upper, lower)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("later", LATER_DATA.values(), ids=LATER_DATA)
+def test_draws_are_those_of_eager_steps_if_other_data_follow(later):
+    """Draws that were planned for tuples of tensors from two lists."""
+
+    def fit(y, batch):
+        return (batch[0] * y - (0 if batch[1] is None else batch[1])).square().sum()
+
+    left = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.5, 1.0))
+        upper, lower = partial(fit, y), lambda batch, x=x, y=y: fit(y, batch) + (y - x).square().sum()
+        optimizer = bo.AID([x], [y], lr=0.05, lower_lr=0.05, lower_steps=3)
+        if compiled:
+            optimizer.compile(backend="eager")
+        first = bo.Objective(upper, pairs(3)), bo.Objective(lower, pairs(5))
+        second = later(upper, lower)
+        found = [optimizer.step(*own) for own in [first] * 6 + [second] * 6]
+        left.append([torch.stack(found).detach(), x.detach(), y.detach()])
+    torch.testing.assert_close(*left, rtol=1e-12, atol=1e-12)
+
+
 def test_a_difference_that_is_accepted_is_said_by_the_user():
     """A compiler that is 1 % off: refused, unless so much is accepted."""
 
