@@ -44,7 +44,7 @@ class StatePlaces:
         self._live = [*pure.live_x, *pure.live_y]
         self._structure: Any = None
         self._found = False  # the rest is known
-        self._kept: list[Any] = []  # options on which the state depends, and the numbers of names in it
+        self._kept: list[Any] = []  # options on which the state depends, and all names in it
         self._owners: list[Tensor] = []  # tensors with a state
         self._states: list[dict[str, Any]] = []  # their states
         self._entries: list[tuple[dict[str, Any], str]] = []  # those that a step reads, in order
@@ -65,17 +65,14 @@ class StatePlaces:
         tensors = [t.detach() for t in self._live]
         tensors += self._pure.buffers
         tensors += self._rates(tensors[-1].device)
-        try:
-            kept = [entries[name] for entries, name in self._entries]
-        except KeyError:  # another entry is in its place
-            return None
+        kept = [entries[name] for entries, name in self._entries]
         if numbers := self._optimizer.numbers:
             kept += [value for value in numbers.values() if isinstance(value, Tensor)]
         return tensors + kept if all([isinstance(t, Tensor) for t in kept]) else None
 
     def _options(self) -> list[Any]:
         optimizer, numbers = self._optimizer, self._optimizer.numbers
-        found = [optimizer.warm_start, optimizer.lower_init is None, optimizer._placeholders, *map(len, self._states)]
+        found = [optimizer.warm_start, optimizer.lower_init is None, optimizer._placeholders, *map(list, self._states)]
         return found + [name for name in numbers if isinstance(numbers[name], Tensor)] if numbers else found
 
     def _search(self) -> tuple[list[Tensor], Any]:

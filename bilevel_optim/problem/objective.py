@@ -249,10 +249,10 @@ class Objective:
     def _of_list(self, data: Sequence[Any], times: int) -> list[Any]:
         """Return the next batches of a list, which needs no iterator: they are those from the position on."""
         position, passes, size, found = self._position, self._passes, len(data), list[Any]()
-        if not size:
-            raise ValueError(NO_BATCH.format(type(data).__name__))
         while len(found) < times:
             if not 0 < position < size:  # a pass begins
+                if not size:
+                    raise ValueError(NO_BATCH.format(type(data).__name__))
                 whole = (times - len(found) - 1) // size  # passes before the last
                 found += [*data] * whole
                 position, passes = 0, passes + whole + 1

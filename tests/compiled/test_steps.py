@@ -183,6 +183,28 @@ def test_draws_are_those_of_eager_steps_if_other_data_follow(later):
     torch.testing.assert_close(*left, rtol=1e-12, atol=1e-12)
 
 
+def test_entries_of_the_state_are_found_by_name():
+    """Entries that not all lower tensors have are no state of the method, and count nowhere."""
+    left = []
+    for compiled in (False, True):
+        x, y, z = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.5, 1.0, 0.3))
+        upper = lambda y=y, z=z, x=x: (y - 1).square().sum() + (z * x).sum()  # noqa: E731
+        lower = lambda x=x, y=y, z=z: losses.base(x, y) + (z - 2 * x).square().sum()  # noqa: E731
+        optimizer = bo.SOBA([x], [y, z], lr=0.05, lower_lr=0.05)
+        if compiled:
+            optimizer.compile(backend="eager")
+        step, own = partial(optimizer.step, upper, lower), optimizer.state
+        for _ in range(6):
+            step()
+        (name,) = own[y]
+        own[y]["of y"], own[z]["of z"] = own[y].pop(name), own[z].pop(name)
+        step(), step()
+        del own[y]["of y"], own[z]["of z"]
+        found = [step() for _ in range(3)]
+        left.append([torch.stack(found).detach(), x.detach(), y.detach(), z.detach()])
+    torch.testing.assert_close(*left, rtol=1e-12, atol=1e-12)
+
+
 def test_a_difference_that_is_accepted_is_said_by_the_user():
     """A compiler that is 1 % off: refused, unless so much is accepted."""
 

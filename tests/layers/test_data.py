@@ -57,6 +57,7 @@ def test_resumes_at_its_position(own_generator, stop):
 def test_empty_and_exhausted_data_are_errors():
     with pytest.raises(ValueError, match="empty"):
         Objective(torch.sum, []).draw()
+    assert Objective(torch.sum, []).take(0) == []
 
     class Once:
         batches = iter(range(2))
