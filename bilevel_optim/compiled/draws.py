@@ -133,17 +133,18 @@ def declared(optimizer: Method, sources: Sources) -> tuple[Sequence[Any] | None,
         draws = None if found is None else in_a_row(found)
     else:
         draws, many = optimizer._task_draws(given, sources.tasks), False
+    reason = ""
     if draws is None:
-        return None, (
+        reason = (
             "the number of a step's draws is known only as it runs, but a graph needs its draws in advance: use "
             "lower_tol=0, if it is set; a method of your own has to define _draws"
         )
-    if many:
-        return None, (
+    elif many:
+        reason = (
             f"a step goes over more than {MOST_TERMS} terms of a finite sum, which are all parts of its graph: use "
             "fewer terms (a larger batch_size)"
         )
-    return draws, ""
+    return None if reason else draws, reason
 
 
 def in_a_row(draws: Sequence[Draw]) -> list[tuple[Draw, int]]:

@@ -59,6 +59,8 @@ class Source:
             return self.texts(node.body, *again) + self.texts(node.orelse, *again)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return [a + b for a in self.texts(node.left, *again) for b in self.texts(node.right, *again)][:8]
+        if isinstance(node, ast.BoolOp):
+            return [text for part in node.values for text in self.texts(part, *again)]
         if isinstance(node, ast.Lambda):
             return self.texts(node.body, *again)
         if isinstance(node, ast.Name):
