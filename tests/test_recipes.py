@@ -587,7 +587,8 @@ def test_entries_of_the_overhead_benchmark_agree(monkeypatch):
     monkeypatch.setattr(overhead, "RIDGE", 1.0)  # positive definite on few examples too
     unrolled = ["unrolled: hand-written", "unrolled: bilevel_optim ITD", "unrolled: bilevel_optim ITD checkpoint"]
     implicit = ["implicit: hand-written", "implicit: bilevel_optim AID"]
-    for names, steps in ((unrolled, 3), (implicit, 5)):
+    first_order = ["first order: hand-written", "first order: bilevel_optim F2SA"]
+    for names, steps in ((unrolled, 3), (implicit, 5), (first_order, 3)):
         first, *others = [overhead.measure(name, 60, steps, "cpu")["norm"] for name in names]
         assert others == pytest.approx([first] * len(others), rel=1e-3)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from operator import getitem, itemgetter
 from typing import Any
@@ -110,8 +110,9 @@ def _inlined(text: ast.FunctionDef, parts: dict[str, ast.FunctionDef]) -> ast.Fu
         elif isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name) and value.value.id in results:
             found.append(_assigned(str(target), results[value.value.id][ast.literal_eval(value.slice)]))
         elif isinstance(statement, ast.Delete):
-            left = [t for t in statement.targets if not {*_names(t)} & own]
-            found += [ast.Delete(left)] if left else []
+            gone = [name for t in statement.targets for name in _names(t)]
+            left = [n for name in gone for n in (_all_names(results.pop(name, [])) if name in own else [name])]
+            found += [_deleted(left)] if left else []
         else:
             found.append(statement)
     made = copy.copy(text)
@@ -121,17 +122,15 @@ def _inlined(text: ast.FunctionDef, parts: dict[str, ast.FunctionDef]) -> ast.Fu
 
 def _body(part: ast.FunctionDef, given: list[ast.expr], prefix: str) -> tuple[list[ast.stmt], list[ast.expr]]:
     """Return the statements of a subgraph for these arguments, and its results."""
-    part = copy.deepcopy(part)
     argument = part.args.args[-1].arg
     first, *rest = part.body
     if not isinstance(first, ast.Assign) or argument not in _names(first.value):
         raise _Unknown
     names = _names(first.targets[0])
     own = {*names, *(n for s in rest if isinstance(s, ast.Assign) for t in s.targets for n in _names(t))}
-    for node in ast.walk(part):
-        if isinstance(node, ast.Name) and node.id in own:
-            node.id = prefix + node.id
+    rest = [_renamed(statement, own, prefix) for statement in rest]
     found = [_assigned(prefix + name, value) for name, value in zip(names, given, strict=True)]
+    found.append(_deleted(_all_names(given)))  # a tensor is freed once no name is left
     last = rest.pop()
     if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Tuple):
         raise _Unknown
@@ -140,13 +139,36 @@ def _body(part: ast.FunctionDef, given: list[ast.expr], prefix: str) -> tuple[li
         if isinstance(statement, ast.Delete):  # results go on under other names
             left = [t for t in statement.targets if not {*_names(t)} & kept]
             found += [ast.Delete(left)] if left else []
-        elif ast.unparse(statement) != f"{argument}.clear()":
+        elif not isinstance(statement, ast.Expr) or ast.unparse(statement) != f"{argument}.clear()":
             found.append(statement)
+    # A function's end frees what is not returned.
+    assigned = {name for s in found if isinstance(s, ast.Assign) for t in s.targets for name in _names(t)}
+    gone = {name for s in found if isinstance(s, ast.Delete) for name in _names(s)}
+    found.append(_deleted(sorted(assigned - gone - kept)))
     return found, last.value.elts
+
+
+def _renamed(value: Any, own: Container[str], prefix: str) -> Any:
+    """Return a piece of code with a prefix before its own names; what has no names is shared, not copied."""
+    if isinstance(value, ast.Name):
+        return ast.Name(prefix + value.id, value.ctx) if value.id in own else value
+    if isinstance(value, list):
+        return [_renamed(each, own, prefix) for each in value]
+    if not isinstance(value, ast.AST) or isinstance(value, (ast.Constant, ast.expr_context)):
+        return value
+    return type(value)(**{name: _renamed(getattr(value, name), own, prefix) for name in value._fields})
 
 
 def _assigned(name: str, value: ast.expr) -> ast.stmt:
     return ast.Assign([ast.Name(name, ast.Store())], value)
+
+
+def _deleted(names: Sequence[str]) -> ast.stmt:
+    return ast.Delete([ast.Name(name, ast.Del()) for name in names])
+
+
+def _all_names(values: Sequence[ast.expr]) -> list[str]:
+    return [*dict.fromkeys(name for value in values for name in _names(value))]
 
 
 class _Aliases:
@@ -211,11 +233,9 @@ class _Listing:
         return CallList(self.entries, calls, _picked(self.results), self.given, lambda new: other(new).function())
 
     def _add(self, statement: ast.stmt) -> None:
+        first = len(self.entries)
         if isinstance(statement, ast.Delete):
-            for name in (name for target in statement.targets for name in _names(target)):
-                slot = self.slots.pop(name)
-                if self.large and slot >= self.given and slot not in {*self.fixed, *self.slots.values()}:
-                    self.calls.append((_nothing, (), slot))
+            self._free([self.slots.pop(name) for target in statement.targets for name in _names(target)])
         elif isinstance(statement, ast.Return):
             value = statement.value
             if not isinstance(value, ast.Tuple):
@@ -227,6 +247,14 @@ class _Listing:
                 self._entry(statement.value)
         elif isinstance(statement, ast.Assign):
             self._assign(statement)
+        if not isinstance(statement, ast.Return):
+            self._free(range(first, len(self.entries)))  # views that have no name would keep their memory
+
+    def _free(self, slots: Iterable[int]) -> None:
+        """Let entries go that have no name, if some result is large."""
+        slots = [slot for slot in slots if slot >= self.given and slot not in self.fixed] if self.large else []
+        named = {*self.slots.values()} if slots else ()
+        self.calls += [(_nothing, (), slot) for slot in slots if slot not in named]
 
     def _assign(self, statement: ast.Assign) -> None:
         target, value = _target(statement), statement.value

@@ -2,9 +2,12 @@ r"""Overhead of the library beyond its oracle calls: AID and ITD against hand-wr
 
 One hypergradient of data cleaning with an MLP 784-256-10 on n = 4000 random examples: T = 100 gradient steps on the
 weighted loss, then conjugate gradients with K = 20 Hessian-vector products (AID, implicit), or backpropagation through
-the steps (ITD, unrolled). Every entry runs in its own process. Its peak memory is that of the timed call, including
-everything that the process already holds (libraries, the compiler). The time is the shortest of several repetitions,
-with the entries in turn. ``compiled``: after ``optimizer.compile()`` and the calls that make the graph.
+the steps (ITD, unrolled), or the difference of two copies of y after T steps each (F2SA, first order). "matrix
+products alone" is the limit of the implicit entries: their products of matrices with n rows, and nothing else. Every
+entry runs in its own process. Its peak memory is that of the timed call, including everything that the process already
+holds (libraries, the compiler). The time is the shortest of several repetitions, with the entries in turn.
+``compiled``: after ``optimizer.compile()`` and the calls that make the graph. With few examples (n = 1000) the Hessian
+is indefinite; then AID's eager solver stops after fewer than K products.
 
     python -m recipes.benchmarks.overhead --compiled      # prefix MALLOC_MMAP_THRESHOLD_=65536 for memory only
     python -m recipes.benchmarks.overhead --memory        # peak memory against T
@@ -32,7 +35,7 @@ from ..problems.networks import MLPCleaning
 from . import steps
 
 WARM_UP = 4  # calls: observe, trace and compare, compare again, use
-LR, RIDGE, K = 0.1, 0.037, 20  # with this ridge the Hessian is positive definite and CG needs all K iterations
+LR, RIDGE, K, NU = 0.1, 0.037, 20, 0.1  # with this ridge the Hessian is positive definite and CG needs all K iterations
 
 
 class Job(MLPCleaning):
@@ -87,6 +90,39 @@ def hand_implicit(job: Job) -> Tensor:
         p = [a + rr / previous * s for a, s in zip(r, p, strict=True)]
     (cross,) = torch.autograd.grad(graph, [job.x], v)
     return -cross
+
+
+def products(job: Job) -> Tensor:
+    """Make the matrix products of the gradients and products with the Hessian in `hand_implicit`, and nothing else."""
+    first, second = (t.detach() for t in job.net.parameters() if t.dim() == 2)
+    hidden = job.X @ first.T
+    logits = slope = hidden @ second.T
+    for _ in range(job.steps + K + 2):  # each has two large products, with all inputs, and three small ones
+        hidden, logits = job.X @ first.T, hidden @ second.T
+        slope = hidden.T @ job.X
+        _ = logits.T @ hidden, logits @ second
+    return 0 * slope
+
+
+def network(job: Job, y: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the network with other parameters."""
+    values = dict(zip([name for name, _ in job.net.named_parameters()], y, strict=True))
+    return lambda X: torch.func.functional_call(job.net, values, (X,))
+
+
+def hand_first_order(job: Job) -> Tensor:
+    """Compute F2SA's central difference with a plain loop for each copy of y."""
+    copies = []
+    for nu in (-NU, NU):
+        y = [p.detach().clone().requires_grad_() for p in job.net.parameters()]
+        net = network(job, y)
+        for _ in range(job.steps):
+            gradients = torch.autograd.grad(job.lower(net=net, parameters=y) + nu * job.upper(net=net), y)
+            with torch.no_grad():
+                torch._foreach_add_(y, gradients, alpha=-LR)
+        copies.append(y)
+    below, above = (job.lower(net=network(job, y), parameters=y) for y in copies)
+    return torch.autograd.grad((above - below) / (2 * NU), job.x)[0]
 
 
 def hand_unrolled(job: Job) -> Tensor:
@@ -155,10 +191,12 @@ def torchopt_implicit(job: Job) -> Tensor:
     return torch.autograd.grad(job.upper(net=network(y)), job.x)[0]
 
 
+CENTRAL: dict[str, Any] = {"order": 2, "nu": NU, "normalize": False, "stencil": "central"}
 ENTRIES: dict[str, tuple[Callable[[Job], Any], str | None]] = {
     "implicit: hand-written": (hand_implicit, None),
     "implicit: bilevel_optim AID": (lambda job: library(job, bo.AID, linear_steps=K, warm_start=False), None),
     "implicit: bilevel_optim AID compiled": (lambda job: captured(job, bo.AID, linear_steps=K), None),
+    "implicit: matrix products alone": (products, None),
     "implicit: torchopt custom_root": (torchopt_implicit, "torchopt"),
     "unrolled: hand-written": (hand_unrolled, None),
     "unrolled: bilevel_optim ITD": (lambda job: library(job, bo.ITD), None),
@@ -166,6 +204,9 @@ ENTRIES: dict[str, tuple[Callable[[Job], Any], str | None]] = {
     "unrolled: bilevel_optim ITD checkpoint": (lambda job: library(job, bo.ITD, checkpoint=True), None),
     "unrolled: higher": (higher_unrolled, "higher"),
     "unrolled: torchopt MetaSGD": (torchopt_unrolled, "torchopt"),
+    "first order: hand-written": (hand_first_order, None),
+    "first order: bilevel_optim F2SA": (lambda job: library(job, bo.F2SA, **CENTRAL), None),
+    "first order: bilevel_optim F2SA compiled": (lambda job: captured(job, bo.F2SA, **CENTRAL), None),
 }
 
 
