@@ -141,7 +141,7 @@ def _body(part: ast.FunctionDef, given: list[ast.expr], prefix: str) -> tuple[li
             found += [ast.Delete(left)] if left else []
         elif not isinstance(statement, ast.Expr) or ast.unparse(statement) != f"{argument}.clear()":
             found.append(statement)
-    # A function's end frees what is not returned.
+    # The end of a function frees all but its results.
     assigned = {name for s in found if isinstance(s, ast.Assign) for t in s.targets for name in _names(t)}
     gone = {name for s in found if isinstance(s, ast.Delete) for name in _names(s)}
     found.append(_deleted(sorted(assigned - gone - kept)))
@@ -156,7 +156,7 @@ def _renamed(value: Any, own: Container[str], prefix: str) -> Any:
         return [_renamed(each, own, prefix) for each in value]
     if not isinstance(value, ast.AST) or isinstance(value, (ast.Constant, ast.expr_context)):
         return value
-    return type(value)(**{name: _renamed(getattr(value, name), own, prefix) for name in value._fields})
+    return type(value)(**{name: _renamed(part, own, prefix) for name, part in ast.iter_fields(value)})
 
 
 def _assigned(name: str, value: ast.expr) -> ast.stmt:

@@ -2,7 +2,7 @@ r"""Overhead of the library beyond its oracle calls: AID and ITD against hand-wr
 
 One hypergradient of data cleaning with an MLP 784-256-10 on n = 4000 random examples: T = 100 gradient steps on the
 weighted loss, then conjugate gradients with K = 20 Hessian-vector products (AID, implicit), or backpropagation through
-the steps (ITD, unrolled), or the difference of two copies of y after T steps each (F2SA, first order). "matrix
+the steps (ITD, unrolled). F2SA (first order) takes the difference of two copies of y after T steps each. "matrix
 products alone" is the limit of the implicit entries: their products of matrices with n rows, and nothing else. Every
 entry runs in its own process. Its peak memory is that of the timed call, including everything that the process already
 holds (libraries, the compiler). The time is the shortest of several repetitions, with the entries in turn.
