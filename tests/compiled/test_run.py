@@ -112,8 +112,8 @@ def test_batches_of_two_forms_in_one_step_are_one_chain(monkeypatch):
     monkeypatch.setattr(CompiledSteps, "write", lambda *given: written.append(given[-2:]) or write(*given))
     found = []
     for at_once in (False, True):
-        lower = [batch[: 2 + k % 2] for k, batch in enumerate(BATCHES * 2)]
-        optimizer, losses, x, y = problem(bo.StocBiO, BATCHES[:2], lower, lower_steps=3, linear_steps=1)
+        lower = [torch.cat([batch] * (1 + k % 2)) for k, batch in enumerate(BATCHES * 2)]
+        optimizer, losses, x, y = problem(bo.StocBiO, BATCHES[:2], lower, lower_steps=2, linear_steps=1)
         for _ in range(70):  # so that none of the next is compared
             optimizer.step(*losses)
         written.clear()
