@@ -1,7 +1,7 @@
 # Sourced by the scripts: installs the pinned torch, and defines `run`, which runs a Python program with it.
 # FINDINGS_ENV: a folder to install into, so that several scripts share one installation. Default: a temporary one.
 set -eu
-VERSION=2.14.1
+VERSION=${VERSION:-2.14.1}
 if [ -n "${FINDINGS_ENV:-}" ]; then
     folder=$FINDINGS_ENV
 else

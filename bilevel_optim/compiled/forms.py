@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, starmap
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -60,14 +60,6 @@ class DataForm:
             return found if self.fits(structure_of(value, found), found) else None
         except Refused:
             return None
-
-    def fits_at_once(self, structure: tuple[Any, Any], tensors: Sequence[Tensor]) -> bool:
-        """Return True if such data have this form; False if that takes a longer look (`fits`)."""
-        if not all(map(is_, structure, self.structure)):
-            if structure != self.structure:
-                return False
-            self.structure = structure
-        return self._alike(*tensors)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DataForm) and self.structure == other.structure and self._forms == other._forms

@@ -325,7 +325,7 @@ class CompiledSteps:
         losses, (own, structure) = self.functions(inputs.sources), state
         if inputs.tensors is not None and entry.plan is not None:
             tensors, (form, reader) = [*inputs.tensors, *own], entry.compiled[0]
-            if form.fits_at_once((entry.plan.structure, structure), tensors):
+            if form.fits((entry.plan.structure, structure), tensors):
                 known = entry.known_to(reader, losses)
                 return None if known is None else (known[0], [*known[1], *tensors])
         tensors = []

@@ -35,7 +35,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "guards": (StepReader, "known"),
     "drawing": (Compiled, "drawn"),
     "drawing ahead": (CompiledRuns, "_ahead"),
-    "form of data and state": (DataForm, "fits_at_once"),
+    "form of data and state": (DataForm, "fits"),
     "state in": (StatePlaces, "read"),
     "program": (StepProgram, "once"),
     "first program of a run": (StepProgram, "__call__"),
