@@ -508,7 +508,7 @@ def test_saturated_demand(run):
 
 
 def test_bilevel_suite_resumes(run, tmp_path):
-    arguments = "--seconds 0.15 --evaluations 2 --seeds 2 --problem quadratics --examples 500 --dims 8 3 --ratios 3"
+    arguments = "--seconds 0.3 --evaluations 2 --seeds 2 --problem quadratics --examples 500 --dims 8 3 --ratios 3"
     first, _ = run("benchmarks.bilevel_suite", f"{arguments} --methods aid --steps 0.1")
     assert first["new_runs"] == 2
     # One step of the other size is enough to see that it diverges: a busy machine makes few in the time.
