@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from ..problem import random
 from ..problem.objective import Objective, Sample, batch_kept, require_fit
@@ -26,6 +25,7 @@ from .hooks import on_lanes
 from .oracle import Oracle
 from .point import none_to_zeros
 from .session import as_scalar
+from .stacks import mapped
 from .substitution import Substitution
 
 __all__ = ["LaneFeatures", "LaneLoss", "local_problem", "stacked", "weighted_upper"]
@@ -277,16 +277,17 @@ def _each(
         leaves, structure = tree_flatten(batch if whole else select(batch, part))
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-        def one(own: list[Tensor], *values: Tensor) -> Any:
+        def one(*own: Tensor) -> Any:
             mine = list(leaves)
-            for i, leaf in zip(tensors, own, strict=True):
+            for i, leaf in zip(tensors, own, strict=False):
                 mine[i] = leaf
-            return function(tree_unflatten(mine, structure), *values)
+            return function(tree_unflatten(mine, structure), *own[len(tensors) :])
 
-        mapped = vmap(one, randomness="same" if shared_rng else "different")
+        stacks = [*[leaves[i] for i in tensors], *(values if whole else [t[part] for t in values])]
+        randomness = "same" if shared_rng else "different"
         new = f"{level} tasks" not in session.found.vmapped
         with batched.no_slow_batching(look=new), replayed(part.stop - part.start):
-            return mapped([leaves[i] for i in tensors], *(values if whole else [t[part] for t in values]))
+            return mapped(one, stacks, part.stop - part.start, randomness, known=not new)
 
     lanes: list[Sequence[Tensor]] = []
 
