@@ -46,19 +46,32 @@ def mapped(function: Callable[..., Any], stacks: Sequence[Tensor], n: int, rando
         _vmap_decrement_nesting()
 
 
-def _level_of(t: Tensor) -> int | None:
-    """Return the level of the innermost vmap if the tensor is a stack in it."""
-    level = maybe_current_level() if is_batchedtensor(t) else None
-    return level if level is not None and maybe_get_level(t) == level else None
+def _levels_of(t: Tensor) -> list[int]:
+    """Return the levels of vmap, from the innermost one, in which a tensor is a stack; none if not in the innermost."""
+    found: list[int] = []
+    while is_batchedtensor(t) and (found or maybe_get_level(t) == maybe_current_level()):
+        found.append(maybe_get_level(t))
+        t = get_unwrapped(t)
+    return found
 
 
-def _stack(t: Tensor, level: int) -> Tensor:
-    """Return a tensor with its lanes as the first dimension, of size 1 if all lanes share it."""
-    if not is_batchedtensor(t) or maybe_get_level(t) != level:
-        return t.unsqueeze(0)
-    place: int = maybe_get_bdim(t)
-    stack: Tensor = get_unwrapped(t)
-    return stack.movedim(place, 0) if place else stack
+def _stack(t: Tensor, levels: Sequence[int]) -> Tensor:
+    """Return a tensor with its lanes in all levels as first dimensions, of size 1 where all lanes share it."""
+    for level in levels:
+        if is_batchedtensor(t) and maybe_get_level(t) == level:
+            place: int = maybe_get_bdim(t)
+            t = get_unwrapped(t)
+            t = t.movedim(place, 0) if place else t
+        else:
+            t = t.unsqueeze(0)
+    return t
+
+
+def _lanes(stack: Tensor, levels: Sequence[int]) -> Tensor:
+    """Return a stack as a tensor of each lane."""
+    for level in reversed(levels):
+        stack = _add_batch_dim(stack, 0, level)
+    return stack
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -72,31 +85,28 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if is_tracing():
         transposed = weight.mm(input.t())
         return (transposed if bias is None else transposed.add_(bias.unsqueeze(-1))).t()
-    level = _level_of(weight)
-    if level is None:
+    levels = _levels_of(weight)
+    if not levels:
         return F.linear(input, weight, bias)
-    weights, inputs = _stack(weight, level), _stack(input, level)
-    stack = torch.bmm(weights, inputs.mT.expand(len(weights), -1, -1))
-    stack = stack if bias is None else stack.add_(_stack(bias, level).unsqueeze(-1))
-    found: Tensor = _add_batch_dim(stack.mT, 0, level)
-    return found
+    stack = torch.matmul(_stack(weight, levels), _stack(input, levels).mT)
+    return _lanes((stack if bias is None else stack.add_(_stack(bias, levels).unsqueeze(-1))).mT, levels)
 
 
 def _cross_entropy(input: Tensor, target: Tensor, **options: Any) -> Tensor:
-    level = _level_with_classes(input, target, **options)
-    if level is None:
+    levels = _levels_with_classes(input, target, **options)
+    if not levels:
         return F.cross_entropy(input, target, **options)
-    return _of_classes(F.log_softmax(_stack(input, level), 2), target, level, options.get("ignore_index", -100))
+    return _of_classes(F.log_softmax(_stack(input, levels), -1), target, levels, options.get("ignore_index", -100))
 
 
 def _nll_loss(input: Tensor, target: Tensor, **options: Any) -> Tensor:
-    level = _level_with_classes(input, target, **options)
-    if level is None:
+    levels = _levels_with_classes(input, target, **options)
+    if not levels:
         return F.nll_loss(input, target, **options)
-    return _of_classes(_stack(input, level), target, level, options.get("ignore_index", -100))
+    return _of_classes(_stack(input, levels), target, levels, options.get("ignore_index", -100))
 
 
-def _level_with_classes(
+def _levels_with_classes(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -105,19 +115,18 @@ def _level_with_classes(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> int | None:
-    """Return the level of vmap at which an input is a stack with a mean over classes, of usual form; None otherwise."""
+) -> list[int]:
+    """Return the levels of vmap in which an input is a stack, if the loss is the mean over rows of usual form."""
     usual = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
     usual = usual and input.dim() == 2 and input.shape[:1] == target.shape and not is_tracing()
-    return _level_of(input) if usual and input.dtype in FULL and target.dtype in CLASSES else None
+    return _levels_of(input) if usual and input.dtype in FULL and target.dtype in CLASSES else []
 
 
-def _of_classes(logs: Tensor, target: Tensor, level: int, ignored: int) -> Tensor:
+def _of_classes(logs: Tensor, target: Tensor, levels: Sequence[int], ignored: int) -> Tensor:
     """Return minus the mean of the logarithms of the target classes in each lane; torch has no rule for it."""
-    targets = _stack(target, level).expand(logs.shape[:2])
-    each = F.nll_loss(logs.flatten(0, 1), targets.flatten(), ignore_index=ignored, reduction="none")
-    found: Tensor = _add_batch_dim(each.view_as(targets).sum(1) / (targets != ignored).sum(1), 0, level)
-    return found
+    targets = _stack(target, levels).expand(logs.shape[:-1])
+    each = F.nll_loss(logs.flatten(0, -2), targets.flatten(), ignore_index=ignored, reduction="none")
+    return _lanes(each.view(targets.shape).sum(-1) / (targets != ignored).sum(-1), levels)
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *more: Any, **options: Any) -> Tensor:
