@@ -72,7 +72,7 @@ def stacked(
                 loss.loss = _whole(source.loss, source.features)
         return _LaneSum(loss, None if draw is None else partial(draw, level), features)
 
-    return _Lanes(
+    return _LaneOracle(
         oracle.live_x if own_x is None else own_x,
         own_y,
         objective("upper"),
@@ -131,7 +131,7 @@ def weighted_upper(
     return values.detach(), grad_x, grad_y, more
 
 
-class _Lanes(Oracle):
+class _LaneOracle(Oracle):
     """Oracle of many problems as one; where they are evaluated one by one, the graph of only one is kept at a time."""
 
     def slopes(
