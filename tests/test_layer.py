@@ -1,7 +1,10 @@
 """`bo.solve`: closed forms, differences, many uses, and what it says if there is nothing to solve."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import bilevel_optim as bo
 from bilevel_optim.hypergradient import layer
@@ -108,6 +111,38 @@ def test_a_saddle_is_a_stationary_point_too_and_a_solver_of_ones_own_is_used():
     torch.testing.assert_close(torch.autograd.grad(y, x, torch.tensor([1.0, 10.0]))[0], torch.tensor([0.5 - 10.0]))
 
 
+def test_weight_normalisation_and_attention_have_the_derivatives_of_plain_operations():
+    """torch's second derivative is wrong for the fused weight norm, and missing for the fused attention."""
+    rows, keys = torch.randn(6, 3), torch.randn(1, 1, 4, 2)
+
+    def normalised(x, y, fused):
+        v, g = y
+        weight = torch._weight_norm(v, g, 0) if fused else v * (g / v.norm(dim=1, keepdim=True))
+        error = (rows @ weight.T - x).tanh().square().sum()
+        return error + 0.2 * (v - 1).square().sum() + 0.2 * (g - 1).square().sum()
+
+    def attending(x, y, fused):
+        query, value = keys * y[0], keys * x[0, 0]
+        if fused:
+            found = F.scaled_dot_product_attention(query, keys, value)
+        else:
+            found = (query @ keys.mT / 2**0.5).softmax(-1) @ value
+        return found.sum().square() + (y[0] - 1).square().sum() + y[1].square().sum()
+
+    x = torch.randn(6, 2, requires_grad=True)
+    for loss, start in (
+        (normalised, (torch.ones(2, 3) + 0.1 * torch.randn(2, 3), torch.ones(2, 1))),
+        (attending, (torch.ones(2), torch.zeros(1))),
+    ):
+        first, second = [], []
+        for fused in (True, False):
+            y = bo.solve(partial(loss, fused=fused), x, start)
+            first += torch.autograd.grad(y[0].sin().sum() + y[1].prod(), x, create_graph=True)
+            second += torch.autograd.grad(first[-1].square().sum(), x)
+        torch.testing.assert_close(first[0], first[1])
+        torch.testing.assert_close(second[0], second[1])
+
+
 def test_a_batch_of_problems_is_a_sum():
     x = torch.linspace(0.5, 2, 5).requires_grad_()
     bo.solve(lambda x, y: (y.square() * x - y).sum(), x, torch.zeros(5)).sum().backward()  # y = 1 / (2x)
@@ -144,6 +179,7 @@ def test_losses_that_cannot_be_solved(loss, text):
         (torch.ones(2), (), r"Invalid y value: no entries"),
         (torch.ones(2), [0.0], r"Invalid y value: float in it \(pass a tensor, or a tuple of tensors\)"),
         ({"a": torch.ones(2)}, torch.zeros(2), "Invalid x value: str in it"),
+        (1.0, torch.zeros(2), r"Invalid x value: float in it \(pass a tensor"),
     ],
 )
 def test_tensors_that_cannot_be_solved_for(x, y, text):

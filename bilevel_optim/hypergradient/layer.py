@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from ..errors import warn
+from ..oracle.differentiable import has_fused, plain_operations
 from ..problem.parameters import require_gradients
 from ..problem.vector import Vector, coarsest
 from ..solvers import linear
@@ -128,7 +130,7 @@ _untraced = _disable_dynamo(_solve)  # the iterations read numbers, and differen
 
 
 def _parts(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return (value,) if isinstance(value, Tensor) else tuple(value)
+    return (value,) if isinstance(value, Tensor) or not isinstance(value, Iterable) else tuple(value)
 
 
 def _form(value: Any) -> str:
@@ -149,6 +151,7 @@ class _Problem:
         self.loss, self.proximal, self.linear_steps = loss, proximal, linear_steps
         self.split, self.one_x, self.one_y = split, one_x, one_y
         self.step = 1.0
+        self.fused = False  # whether the loss needs plain operations for its second derivative
 
     def structured(self, ys: Sequence[Tensor]) -> Any:
         return ys[0] if self.one_y else tuple(ys)
@@ -162,9 +165,13 @@ class _Problem:
 
     def evaluate(self, xs: Sequence[Tensor], ys: Sequence[Tensor], graph: bool = False) -> tuple[Tensor, Vector]:
         """Return the loss and its gradient in y; the y must require gradients."""
-        value = self.value(xs, ys)
+        with plain_operations() if graph and self.fused else nullcontext():
+            value = self.value(xs, ys)
         if not value.requires_grad:
             raise ValueError("Invalid loss value: a constant (it must depend on y, by differentiable operations)")
+        if graph and not self.fused and has_fused(value):
+            self.fused = True
+            return self.evaluate(xs, ys, graph=True)
         found = torch.autograd.grad(value, tuple(ys), create_graph=graph, materialize_grads=True)
         if graph and self.proximal is None and not any(t.requires_grad for t in found):
             raise ValueError("Invalid loss value: piecewise linear in y (its Hessian is zero, so y has no derivative)")

@@ -347,9 +347,10 @@ class BilevelOptimizer(Method):
         """Compile all further steps with ``torch.compile``: the library's own step and your losses, as one graph.
 
         Use it like ``torch.nn.Module.compile``. The first step of each kind is eager, because it may be the only one
-        (unless a run is resumed). The next ``step(upper, lower)`` or ``backward(upper, lower)`` compiles. Dynamo reads
-        the losses. Its guards watch everything that a loss reads, and a change recompiles the step. Learning rates
-        are tensors, so schedules do not recompile. Other data shapes, options or losses need other graphs, at most 16.
+        (unless a run without tasks is resumed). The next ``step(upper, lower)`` or ``backward(upper, lower)`` compiles.
+        Dynamo reads the losses. Its guards watch everything that a loss reads, and a change recompiles the step.
+        Learning rates are tensors, so schedules do not recompile. Other data shapes, options or losses need other
+        graphs, at most 16.
         At uses 1, 2, 4, 8, ..., and every 4096, a compiled step is compared with an eager one.
 
         If Dynamo cannot trace a step, steps with that loss are eager until ``compile`` is called again. A warning is
