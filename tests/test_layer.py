@@ -696,3 +696,20 @@ def test_a_program_with_a_layer_is_compiled(proximal):
     (ours,) = torch.autograd.grad(torch.compile(program, backend="eager")(x), x)
     right = 2 * x.sin() * x.cos() * (torch.tensor([1.0, 0.0, 1.0]) if proximal else 1.0)
     torch.testing.assert_close(ours, right.detach())
+
+
+@pytest.mark.parametrize("loss", [lambda x, y: y[0] ** 2 - y[1] ** 2 + 0 * x, lambda x, y: -(y - x).square().sum()])
+def test_a_loss_without_a_minimum_is_told_and_gives_no_saddle(loss):
+    """Newton steps from far away went uphill, to the saddle at 0, without a word."""
+    with pytest.warns(bo.BilevelWarning, match="not solved"):
+        y = bo.solve(loss, torch.tensor(1.0), torch.tensor([0.5, 0.3]))
+    assert y.norm() > 1e6
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.jacfwd, torch.func.vmap])
+def test_transforms_of_torch_func_are_refused_with_the_cure(transform):
+    def norm(x):
+        return bo.solve(lambda x, y: (y - x).square().sum(), x, torch.zeros(2)).square().sum()
+
+    with pytest.raises(RuntimeError, match=r"torch\.autograd\.functional"):
+        transform(norm)(torch.ones(2, 2) if transform is torch.func.vmap else torch.ones(2))

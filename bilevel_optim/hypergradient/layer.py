@@ -27,6 +27,7 @@ NEWTON, NEWTON_PRODUCTS = 5, 100
 FIRST_NEWTON = 20  # proximal steps before Newton's method is tried, and between two trials at least
 ROUNDING = 100  # times eps |y|: change of y in a proximal gradient step that rounding explains
 HALVINGS = 60  # of one proximal step
+UPHILL = 1e-6  # cosine with the gradient, below which a Newton step goes uphill by more than rounding
 UNSOLVED = 1e-2  # relative residual of the linear system, or error of y, from which the gradient is said to be wrong
 
 
@@ -83,6 +84,7 @@ def solve(
     Raises:
         ValueError: if x or y holds no tensors, or y no real ones or no entries; if the loss is not a scalar, or does
             not depend on y; if the result of ``proximal`` has another form than y, or no graph.
+        RuntimeError: under the transforms of ``torch.func``.
 
     Example:
         >>> import torch, bilevel_optim as bo
@@ -121,8 +123,16 @@ def _solve(
     problem = _Problem(loss, proximal, len(xs), isinstance(x, Tensor), isinstance(y, Tensor), linear_steps)
     if steps is None:
         steps = 200 if proximal is None else 2000
-    found = _minimise(problem, Vector(t.detach() for t in xs), ys, minimiser, steps, tol)
-    results: tuple[Tensor, ...] = _Implicit.apply(problem, *xs, *found)
+    try:
+        found = _minimise(problem, Vector(t.detach() for t in xs), ys, minimiser, steps, tol)
+        results: tuple[Tensor, ...] = _Implicit.apply(problem, *xs, *found)
+    except RuntimeError as error:
+        if "functorch" not in str(error):
+            raise
+        raise RuntimeError(
+            "solve cannot be called under the transforms of torch.func (grad, jacrev, vmap, ...): use torch.autograd.grad "
+            "or torch.autograd.functional, and for a batch of problems the sum of their losses"
+        ) from error
     return results[0] if isinstance(y, Tensor) else results
 
 
@@ -356,7 +366,10 @@ def _polish(problem: _Problem, xs: Vector, system: _System) -> _System:
     """Return the best point of some Newton steps; line searches end at half of the digits."""
     best = system
     for _ in range(NEWTON):
-        moved = system.ys - system.solve(system.root, NEWTON_PRODUCTS, False)
+        newton = system.solve(system.root, NEWTON_PRODUCTS, False)
+        if not system.proximal and float(newton.dot(system.root)) < -UPHILL * float(newton.norm() * system.root.norm()):
+            break  # the loss has no minimum near, but a saddle or a maximum
+        moved = system.ys - newton
         if system.proximal:  # zeros and bounds are exact
             slope = problem.evaluate(xs, _variables(moved, False))[1]
             moved = problem.project(xs, moved - slope * problem.step)
