@@ -130,8 +130,8 @@ def _solve(
         if "functorch" not in str(error):
             raise
         raise RuntimeError(
-            "solve cannot be called under the transforms of torch.func (grad, jacrev, vmap, ...): use torch.autograd.grad "
-            "or torch.autograd.functional, and for a batch of problems the sum of their losses"
+            "solve cannot be called under the transforms of torch.func (grad, jacrev, vmap, ...): use "
+            "torch.autograd.grad or torch.autograd.functional, and for a batch of problems the sum of their losses"
         ) from error
     return results[0] if isinstance(y, Tensor) else results
 
