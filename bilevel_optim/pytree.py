@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
 
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves as leaves_by_torch
 
 __all__ = ["replace", "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_unflatten", "values"]
 
@@ -25,3 +28,23 @@ def replace(values: Values, **changes: Any) -> Values:
     new: Values = object.__new__(type(values))
     new.__dict__.update(values.__dict__, **changes)
     return new
+
+
+def tree_leaves(value: Any) -> list[Any]:
+    """Return the leaves of a nested value; those of plain tuples, lists and dicts at a fraction of torch's cost."""
+    found: list[Any] = []
+    return found if _collected(value, found) else leaves_by_torch(value)
+
+
+def _collected(value: Any, found: list[Any]) -> bool:
+    """Add the leaves of a nested value; return False at a kind of node that only torch knows."""
+    kind = type(value)
+    if kind is Tensor or kind in _LEAVES:
+        found.append(value)
+        return True
+    if kind in _SEQUENCES or (issubclass(kind, tuple) and kind.__bases__ == (tuple,) and hasattr(kind, "_fields")):
+        return all([_collected(own, found) for own in value])
+    return kind is dict and all([_collected(own, found) for own in value.values()])
+
+
+_LEAVES, _SEQUENCES = {Parameter, int, float, bool, str, type(None)}, {tuple, list}

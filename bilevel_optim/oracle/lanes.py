@@ -338,14 +338,19 @@ def _each(
 
     def together(part: slice) -> Any:
         whole = part.stop - part.start == n  # a slice would cost a copy of the gradient
-        leaves, structure = tree_flatten(batch if whole else select(batch, part))
+        own_batch = batch if whole else select(batch, part)
+        plain = type(own_batch) is tuple and all([type(t) is Tensor for t in own_batch])  # a shortcut
+        leaves, structure = (own_batch, None) if plain else tree_flatten(own_batch)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def one(*own: Tensor) -> Any:
-            mine = list(leaves)
-            for i, leaf in zip(tensors, own, strict=False):
-                mine[i] = leaf
-            return function(tree_unflatten(mine, structure), *own[len(tensors) :])
+            mine, own_values = own[: len(tensors)], own[len(tensors) :]
+            if structure is None:
+                return function(mine, *own_values)
+            parts = list(leaves)
+            for i, leaf in zip(tensors, mine, strict=True):
+                parts[i] = leaf
+            return function(tree_unflatten(parts, structure), *own_values)
 
         stacks = [*[leaves[i] for i in tensors], *(values if whole else [t[part] for t in values])]
         randomness = "same" if shared_rng else "different"

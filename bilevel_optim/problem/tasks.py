@@ -247,8 +247,9 @@ def select(batch: Any, index: Any) -> Any:
     """Return the same entries of the leading dimension of every tensor of a pytree."""
     if isinstance(index, Tensor) and index.dim() and index.is_cpu:
         index = _move_to_data(index, batch)
-    if type(batch) is tuple:  # the common case, three times as fast as the general form
-        return tuple(t[index] if isinstance(t, Tensor) else select(t, index) for t in batch)
+    if type(batch) is tuple or type(batch).__bases__ == (tuple,):  # common, and three times as fast as the general form
+        parts = [t[index] if isinstance(t, Tensor) else select(t, index) for t in batch]
+        return tuple(parts) if type(batch) is tuple else type(batch)(*parts)
     return tree_map(lambda t: t[index] if isinstance(t, Tensor) else t, batch)
 
 

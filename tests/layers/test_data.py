@@ -1,7 +1,10 @@
 """The user's data: objectives, finite sums, samplers of tasks."""
 
 import copy
+from collections import OrderedDict, defaultdict, deque
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -10,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import bilevel_optim as bo
 from bilevel_optim import Objective
 from bilevel_optim.problem.finite_sum import KEPT
+from bilevel_optim.problem.tasks import select
+from bilevel_optim.pytree import tree_leaves
 
 from ..problems import seeded
 
@@ -292,3 +297,32 @@ def test_rows_are_drawn_with_replacement_and_together():
 def test_tensor_tasks_refuses(lower, upper, message):
     with pytest.raises(ValueError, match=message):
         bo.TensorTasks(lower, upper)
+
+
+class Named(NamedTuple):
+    first: object
+    second: object
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (), [], {}, torch.zeros(1), 3, None, "text", (torch.zeros(1), [2.0, {"a": torch.ones(1), "b": (None, True)}]),
+        Named(torch.zeros(1), Named(torch.ones(2), 3)), (np.zeros(2), torch.zeros(1)), torch.Size([2, 3]),
+        OrderedDict(b=torch.zeros(1), a=[torch.ones(1)]), defaultdict(list, a=[torch.ones(1)]),
+        deque([torch.ones(1), 2]),        (torch.nn.Parameter(torch.zeros(1)), slice(0, 2)),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_leaves_are_those_of_torch(value):
+    found, expected = tree_leaves(value), torch.utils._pytree.tree_leaves(value)
+    assert len(found) == len(expected)
+    assert all(a is b for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("batch", [Named(torch.arange(3), torch.arange(6).reshape(3, 2)), (torch.arange(3), {"a": 3})])
+def test_a_task_of_a_batch_has_its_form(batch):
+    one = select(batch, 1)
+    assert type(one) is type(batch)
+    assert int(one[0]) == 1
+    assert one[1] == {"a": 3} if type(batch) is tuple else one.second.tolist() == [2, 3]
