@@ -61,6 +61,7 @@ NAMES = [
         "nested data; Dynamo and vmap take the same for trees",
         "torch.utils.pytree, which 2.15 has not",
     ),
+    Name('"_fields"', "pytree.py", "tells a named tuple; Python documents it", "nothing: the name is public"),
     Name(
         '"_weight_norm"',
         "compiled/rewrites.py",
