@@ -22,6 +22,7 @@ from ..hypergradient.estimate import Write
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..oracle.session import COUNTERS, LossFacts, LowerTrend, Session
+from ..oracle.stacks import mapped
 from ..problem.random import default_state, set_default_state
 from ..problem.vector import Vector, is_sharded
 from ..solvers.lower import Memory
@@ -214,10 +215,10 @@ def _end_layers(depth: int) -> None:
 
 
 def _in_transform() -> bool:
-    """Return True within a call of one of functorch's transforms."""
+    """Return True within a call of one of functorch's transforms, or of `mapped`."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch._functorch."):
+        if frame.f_globals.get("__name__", "").startswith("torch._functorch.") or frame.f_code is mapped.__code__:
             return True
         frame = frame.f_back
     return False

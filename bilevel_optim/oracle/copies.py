@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from ..problem.objective import Sample
 from ..problem.placement import constant
 from ..problem.random import preserve_rng
 from ..problem.vector import Vector, as_variable, stack
-from ..pytree import tree_leaves, tree_map
+from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from . import batched
 from .differentiable import custom_operations, products_of
 from .hooks import on_copies
 from .oracle import Oracle
 from .point import none_to_zeros
+from .stacks import mapped
 from .substitution import Substitution
 
 __all__ = ["Copies"]
@@ -321,38 +321,38 @@ class Copies:
         oracle, live, values = self.oracle, self._live, y if self.upper is None else Vector((*y, *x))
         if isinstance(samples, Sample):
             shared, sample, batch = True, samples, ()
-            features, dims = self._features(wrt, level, sample, values)
+            features, are_stacks = self._features(wrt, level, sample, values)
         else:
             shared, sample, batch = False, samples[0], _stacked_arguments(samples)
-            features, dims = None, None
+            features, are_stacks = None, False
             if wrt == "lower":
                 oracle.check_features(level, _again(sample))
         own_features = None if shared or sample.features is None else sample.features.loss
 
-        def at(batch: Any, features: Any, *values: Tensor) -> Tensor:
-            with Substitution(live, values):
+        leaves, structure = tree_flatten(features if are_stacks else batch)
+        first, known = len(leaves), f"{level} {self._kind}" in oracle.session.found.vmapped
+
+        def at(*own: Tensor) -> Tensor:
+            mine = tree_unflatten(own[:first], structure)
+            with Substitution(live, own[first:]):
                 if shared:
-                    return oracle.value(level, sample, features=features)
-                return oracle.value(level, Sample(sample.loss, batch, once=True, features=own_features))
+                    return oracle.value(level, sample, features=mine if are_stacks else features)
+                return oracle.value(level, Sample(sample.loss, mine, once=True, features=own_features))
 
-        mapped = vmap(
-            at,
-            in_dims=(0 if batch else None, dims, *[0] * len(values)),
-            randomness="same" if shared else "different",
-        )
-        return mapped(batch, features, *values), features is not None
+        randomness = "same" if shared else "different"
+        return mapped(at, [*leaves, *values], len(self), randomness, known=known), features is not None
 
-    def _features(self, wrt: str, level: str, sample: Sample, values: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Return features of a shared sample, evaluated outside the vmap over y, and their vmap dimension."""
+    def _features(self, wrt: str, level: str, sample: Sample, values: Sequence[Tensor]) -> tuple[Any, bool]:
+        """Return features of a shared sample, evaluated outside the vmap over y, and whether each copy has its own."""
         oracle, live = self.oracle, self._live
         if sample.features is None:
-            return None, None
+            return None, False
         if wrt == level == "lower":
             oracle.check_features(level, sample)
         if self.upper is None:
             if wrt == "upper":
-                return oracle.call(sample.features), None  # at the one x, for all copies
-            return oracle.frozen(level, sample), None
+                return oracle.call(sample.features), False  # at the one x, for all copies
+            return oracle.frozen(level, sample), False
         inner = sample.features
         watched = torch.is_grad_enabled() and not oracle.session.found.reaches_upper
 
@@ -361,11 +361,11 @@ class Copies:
                 return oracle.call(inner, graph=watched)
 
         def evaluate() -> Any:
-            return vmap(at, randomness="same")(*values)
+            return mapped(at, values, len(self), "same", known=False)
 
         if watched:
-            return evaluate(), 0
-        return oracle.frozen(level, sample, self.upper, evaluate), 0
+            return evaluate(), True
+        return oracle.frozen(level, sample, self.upper, evaluate), True
 
 
 def _parts(samples: Samples) -> Sequence[Samples]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from ..problem import random
 from ..problem.objective import Objective, Sample, batch_kept, require_fit
@@ -26,6 +25,7 @@ from .hooks import on_lanes
 from .oracle import Oracle
 from .point import none_to_zeros
 from .session import as_scalar
+from .stacks import mapped
 from .substitution import Substitution
 
 __all__ = ["LaneFeatures", "LaneLoss", "local_problem", "stacked", "weighted_upper"]
@@ -72,7 +72,7 @@ def stacked(
                 loss.loss = _whole(source.loss, source.features)
         return _LaneSum(loss, None if draw is None else partial(draw, level), features)
 
-    return Oracle(
+    return _Lanes(
         oracle.live_x if own_x is None else own_x,
         own_y,
         objective("upper"),
@@ -129,6 +129,30 @@ def weighted_upper(
     oracle.checks.finite("loss", [values.detach()])
     oracle.checks.finite("upper_grad", [*grad_x, *grad_y])
     return values.detach(), grad_x, grad_y, more
+
+
+class _Lanes(Oracle):
+    """Oracle of many problems as one; where they are evaluated one by one, the graph of only one is kept at a time."""
+
+    def slopes(
+        self,
+        level: str,
+        sample: Sample,
+        x: Vector,
+        y: Vector,
+        variables: Sequence[Tensor],
+        *,
+        frozen: bool = False,
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        loss, session = sample.loss, self.session
+        known = level in session.found.dependency_checked and session.used is None and not session.hooked
+        if known and sample.features is None and isinstance(loss, LaneLoss) and loss.are_apart((*x, *y)):
+            if level == "lower":
+                session.lower_sample = sample
+            each = sample.wrapped(lambda _: partial(loss.one_by_one, variables, self.differentiate))
+            found: tuple[Tensor, Sequence[Tensor | None]] = self.call(each)
+            return found
+        return super().slopes(level, sample, x, y, variables, frozen=frozen)
 
 
 class _LaneSum(Objective):
@@ -195,6 +219,39 @@ class LaneLoss:
             session.found.vmapped |= {self._key}
         return torch.cat(parts)
 
+    def are_apart(self, placed: Sequence[Tensor]) -> bool:
+        """Return True if lanes are evaluated one by one, and the stacks that they read are among these tensors."""
+        session, n = self.oracle.session, len(self.leaves[0])
+        apart = session.options.at_once(n) == 1 or not session.vmaps(True)
+        return apart and self._key in session.found.redirected and {*map(id, self.leaves)} <= {*map(id, placed)}
+
+    def one_by_one(
+        self, variables: Sequence[Tensor], differentiate: Callable[..., Sequence[Tensor | None]], batch: Any
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Return the sum over the lanes and its gradient in some variables; memory is that of one lane."""
+        session, stacks = self.oracle.session, {id(t): i for i, t in enumerate(self.leaves)}
+        others, wanted = [t for t in variables if id(t) not in stacks], [*map(id, variables)]
+        moved = [i for i, t in enumerate(self.leaves) if id(t) in wanted]
+        total, sums, rows = list[Tensor](), list[Tensor | None]([None] * len(others)), list[Sequence[Tensor | None]]()
+        one = Sample(self.loss)  # keeps the random state that lanes share
+        for i, lane in enumerate(zip(*[t.detach().unbind() for t in self.leaves], strict=True)):
+            own = [as_variable(t, id(stack) in wanted) for t, stack in zip(lane, self.leaves, strict=True)]
+            with one.replayed(self.oracle.device) if self.shared_rng else nullcontext(), session.buffers_kept():
+                value = self._at(select(batch, i), *own)
+                value = value if self.weights is None else value * self.weights[i].to(value)
+                inputs = [*others, *[own[k] for k in moved]]
+                found = differentiate(value, inputs) if value.requires_grad else [None] * len(inputs)
+            total.append(value.detach())
+            sums = [a if b is None else b if a is None else a + b for a, b in zip(sums, found, strict=False)]
+            rows.append(found[len(others) :])
+        rest, places = iter(sums), {id(self.leaves[k]): j for j, k in enumerate(moved)}
+        gradients = [
+            _stacked([row[places[id(t)]] for row in rows], t[0]) if id(t) in places else next(rest) for t in variables
+        ]
+        if all([gradient is None for gradient in gradients]):
+            raise ValueError(session.independent(self.level))
+        return torch.stack(total).sum(), gradients
+
     def _at(self, batch: Any, *values: Tensor) -> Tensor:
         if self.oracle.session.hooked:
             values = (*on_lanes(self.live, values),)
@@ -222,6 +279,13 @@ class LaneLoss:
             "the tasks' own values, as TorchScript modules, checkpointing or NumPy do, so all tasks would read the "
             "same values; pass the plain module, without checkpointing, and use torch's functions",
         )
+
+
+def _stacked(row: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
+    """Return gradients of all lanes as a stack; None if there are none."""
+    if all([t is None for t in row]):
+        return None
+    return torch.stack([torch.zeros_like(like) if t is None else t for t in row])
 
 
 class LaneFeatures:
@@ -277,16 +341,17 @@ def _each(
         leaves, structure = tree_flatten(batch if whole else select(batch, part))
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-        def one(own: list[Tensor], *values: Tensor) -> Any:
+        def one(*own: Tensor) -> Any:
             mine = list(leaves)
-            for i, leaf in zip(tensors, own, strict=True):
+            for i, leaf in zip(tensors, own, strict=False):
                 mine[i] = leaf
-            return function(tree_unflatten(mine, structure), *values)
+            return function(tree_unflatten(mine, structure), *own[len(tensors) :])
 
-        mapped = vmap(one, randomness="same" if shared_rng else "different")
+        stacks = [*[leaves[i] for i in tensors], *(values if whole else [t[part] for t in values])]
+        randomness = "same" if shared_rng else "different"
         new = f"{level} tasks" not in session.found.vmapped
         with batched.no_slow_batching(look=new), replayed(part.stop - part.start):
-            return mapped([leaves[i] for i in tensors], *(values if whole else [t[part] for t in values]))
+            return mapped(one, stacks, part.stop - part.start, randomness, known=not new)
 
     lanes: list[Sequence[Tensor]] = []
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..tracing import is_tracing
 from .differentiable import all_arguments
+from .stacks import FORMS
 
 __all__ = ["Substitution", "replacement"]
 
@@ -23,7 +23,7 @@ class Substitution(TorchFunctionMode):
     Args:
         live: tensors to replace.
         values: tensors that are read in their place.
-        stacked: whether the values are lanes of a stack under ``vmap``. Linear layers then use a layout for it, and
+        stacked: whether the values are lanes of a stack under ``vmap``. Some operations then have other forms, and
             running statistics, which cannot follow every lane, do not advance.
     """
 
@@ -31,7 +31,7 @@ class Substitution(TorchFunctionMode):
         super().__init__()
         self._live = [*live]  # so that no other tensor gets the identity of one of them
         self._value_of = dict(zip(map(id, self._live), values, strict=True))
-        self._stacked = stacked
+        self._forms: Mapping[Any, Callable[..., Any]] = FORMS if stacked else {}
 
     def __enter__(self) -> Self:
         if is_tracing():
@@ -46,30 +46,23 @@ class Substitution(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        value_of = self._value_of  # most arguments are tensors or numbers: a look without a call
-        new = [self._new(a) if type(a) in _SEQUENCES else value_of.get(id(a), a) for a in args]
-        if not kwargs and func not in _CHANGED:
-            return func(*new)
-        if self._stacked and func is F.batch_norm:
-            func = _batch_norm_without_update
-        if func is F.l1_loss:
-            kwargs = all_arguments(func, kwargs)
-        kwargs = {k: self._new(a) for k, a in kwargs.items()} if kwargs else {}
-        if self._stacked and func is F.linear and len(new) > 1 and (new[1] is not args[1] or is_tracing()):
-            return _linear(*new, **kwargs)
-        if self._stacked and func is F.embedding and kwargs.get("padding_idx") is not None:
-            return _padded_embedding(*new, **kwargs)
-        return func(*new, **kwargs)
+        value_of = self._value_of.get  # most arguments are tensors or numbers: a look without a call
+        new = [self._inside(a) if type(a) in _SEQUENCES else value_of(id(a), a) for a in args]
+        call: Callable[..., Any] = self._forms.get(func, func)
+        if not kwargs and func is not F.l1_loss:
+            return call(*new)
+        kwargs = all_arguments(func, kwargs)
+        named = {k: self._inside(a) if type(a) in _SEQUENCES else value_of(id(a), a) for k, a in kwargs.items()}
+        return call(*new, **named)
 
-    def _new(self, a: Any) -> Any:
-        """Return the replacement of an argument, also within lists."""
-        if type(a) in _SEQUENCES:
-            return type(a)([self._new(v) for v in a])
-        return self._value_of.get(id(a), a)
+    def _inside(self, a: Any) -> Any:
+        """Return a list or tuple with the replacements of its entries; most are sizes, which have none."""
+        if all([type(v) is int for v in a]):
+            return a
+        return type(a)([self._inside(v) if type(v) in _SEQUENCES else self._value_of.get(id(v), v) for v in a])
 
 
 _SEQUENCES = (list, tuple)
-_CHANGED = frozenset((F.batch_norm, F.l1_loss, F.linear, F.embedding))
 
 
 class _Stack(threading.local):
@@ -86,36 +79,3 @@ def replacement(live: Tensor) -> Tensor:
         if id(live) in values:
             return values[id(live)]
     return live
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``F.linear`` in the transposed layout, so that gradients of stacked weights are laid out as the weights.
-
-    Under vmap the ordinary form gives them transposed, which makes both that product and the update that reads it
-    slow. The result is not contiguous.
-    """
-    if x.dim() != 2 or weight.dim() != 2 or x.layout != torch.strided:
-        return F.linear(x, weight, bias)
-    transposed = weight.mm(x.t())
-    return (transposed if bias is None else transposed.add_(bias.unsqueeze(-1))).t()
-
-
-def _padded_embedding(input: Tensor, weight: Tensor, padding_idx: int, **options: Any) -> Tensor:
-    """Compute ``F.embedding`` with a constant row; torch's, under vmap, holds that of the first lane alone."""
-    constant = torch.arange(weight.shape[0], device=weight.device) == padding_idx % weight.shape[0]
-    return F.embedding(input, torch.where(constant.unsqueeze(-1), weight.detach(), weight), **options)
-
-
-def _batch_norm_without_update(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if training:
-        running_mean = running_var = None
-    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)

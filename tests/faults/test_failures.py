@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import bilevel_optim as bo
+from bilevel_optim.oracle import stacks
 
 from ..problems import Quadratic, Tasks, same, seeded, values
 from ..registry import each
@@ -490,6 +491,7 @@ def test_an_interrupt_in_vmap_is_an_interrupt(cls, name, monkeypatch):
         return inner(*arguments)
 
     monkeypatch.setattr(vmap, name, counted)
+    monkeypatch.setattr(stacks, name, counted)
     optimizer.step(*losses, tasks=tasks)
     total, before = calls[0], (values([x]), values([y]), text_of(optimizer))
     assert total

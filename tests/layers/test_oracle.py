@@ -1,5 +1,7 @@
 """Oracles are at a point and never change; many problems as one; vmap, chunks or a loop; ranks without a group."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -217,6 +219,46 @@ def test_many_problems_as_one_are_each_alone(vectorize, own_x):
     torch.testing.assert_close(cross[0], totals[3] if own_x else totals[3].sum(0))
     assert problem.session.found.fallback is None
     assert unchanged(before, *oracle.live_x, *oracle.live_y)
+
+
+@pytest.mark.parametrize("kind", ["one x", "own x", "weights", "dropout"])
+def test_one_by_one_only_one_graph_is_kept(kind):
+    """From the second evaluation on, when it is known that the loss reads its parameters where torch sees it."""
+    alive, kept = [], []
+    upper = torch.randn(3, 2)
+    options = {"one x": {}, "own x": {"x": Vector([upper])}, "weights": {"weights": torch.tensor([0.5, 2.0, -1.0])},
+               "dropout": {"dropout": 0.5, "shared_rng": True}}[kind]  # fmt: skip
+    torch.manual_seed(1)
+    _, points, batch, together = many(True, **options)
+    torch.manual_seed(1)
+    oracle, _, _, apart = many(False, **options)
+    y, own = oracle.live_y[0], oracle.g.loss
+
+    def watched(one):
+        middle = y * 1.0
+        kept.append(sum(t() is not None for t in alive))
+        alive.append(weakref.ref(middle))
+        return own(one) + 0 * middle.square().sum()
+
+    apart = stacked(oracle, points, lambda level: batch, **{k: v for k, v in options.items() if k != "dropout"})
+    apart.g.loss.loss = watched
+    for known in (False, True, True):
+        found = []
+        for problem in (together, apart):
+            torch.manual_seed(2)
+            kept.clear()
+            found.append([*problem.lower(problem.g.draw()), *problem.upper(problem.f.draw())])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b)
+        assert (max(kept[-3:]) == 0) == known
+
+
+def test_a_loss_of_none_of_the_lanes_is_refused_one_by_one():
+    *_, problem = many(False)
+    problem.lower(problem.g.draw())
+    problem.g.loss.loss = lambda one: one[0].sum()
+    with pytest.raises(ValueError, match="depends on no parameter"):
+        problem.lower(problem.g.draw())
 
 
 def test_matrices_of_many_problems():
