@@ -53,6 +53,12 @@ LOSSES = {
     "vmap inside": lambda part, labels: vmap(lambda p: F.cross_entropy(F.linear(p, WEIGHT, BIAS), labels))(
         torch.stack([part, 2 * part])
     ).sum(),
+    "vmap along rows": lambda part, labels: vmap(lambda s: F.cross_entropy(s, labels), in_dims=1)(
+        torch.stack([scores(part), 2 * scores(part)], 1)
+    ).sum(),
+    "vmap along inputs": lambda part, labels: vmap(lambda w: F.linear(part, w).square().sum(), in_dims=1)(
+        torch.stack([WEIGHT.sin(), WEIGHT.cos()], 1)
+    ).sum(),
 }  # fmt: skip
 
 
