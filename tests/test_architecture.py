@@ -265,7 +265,6 @@ TRACING = {
     "optimizer/method.py": "the flags of an estimate are not read, but are results of the graph",
     "oracle/oracle.py": "operations without second derivatives are written otherwise in the graph",
     "oracle/session.py": "whether a vector is finite is looked at where it is made; a response cannot be read",
-    "oracle/stacks.py": "a trace holds torch's own vmap and operations, but a layout for linear layers",
     "oracle/substitution.py": "graphs of the user's functions are called with the values in the place of live tensors",
     "problem/objective.py": "a step that draws random numbers in its losses is not compiled",
     "problem/placement.py": "no memory is pinned, and nothing is kept, in a graph",

@@ -22,7 +22,6 @@ from torch._C._functorch import (
 from torch.func import vmap
 
 from ..pytree import tree_map
-from ..tracing import is_tracing
 
 __all__ = ["FORMS", "mapped"]
 
@@ -34,7 +33,7 @@ def mapped(function: Callable[..., Any], stacks: Sequence[Tensor], n: int, rando
 
     If it is known to work, some 50 microseconds are saved, because vmap goes through its arguments as nested values.
     """
-    if not known or is_tracing():
+    if not known:
         return vmap(function, randomness=randomness)(*stacks)
     level = _vmap_increment_nesting(n, randomness)
     try:
@@ -82,9 +81,6 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """
     if input.dim() != 2 or weight.dim() != 2 or input.layout != torch.strided:
         return F.linear(input, weight, bias)
-    if is_tracing():
-        transposed = weight.mm(input.t())
-        return (transposed if bias is None else transposed.add_(bias.unsqueeze(-1))).t()
     levels = _levels_of(weight)
     if not levels:
         return F.linear(input, weight, bias)
@@ -118,7 +114,7 @@ def _levels_with_classes(
 ) -> list[int]:
     """Return the levels of vmap in which an input is a stack, if the loss is the mean over rows of usual form."""
     usual = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
-    usual = usual and input.dim() == 2 and input.shape[:1] == target.shape and not is_tracing()
+    usual = usual and input.dim() == 2 and input.shape[:1] == target.shape
     return _levels_of(input) if usual and input.dtype in FULL and target.dtype in CLASSES else []
 
 
