@@ -80,7 +80,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     Under vmap the ordinary form gives them transposed, which makes both that product and the update that reads it
     slow. The result is not contiguous.
     """
-    if input.dim() != 2 or weight.dim() != 2 or input.layout != torch.strided:
+    usual = input.dim() == weight.dim() == 2 and (bias is None or bias.dim() == 1) and input.layout == torch.strided
+    if not usual:
         return F.linear(input, weight, bias)
     if is_tracing():
         transposed = weight.mm(input.t())
@@ -89,7 +90,10 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if not levels:
         return F.linear(input, weight, bias)
     stack = torch.matmul(_stack(weight, levels), _stack(input, levels).mT)
-    return _lanes((stack if bias is None else stack.add_(_stack(bias, levels).unsqueeze(-1))).mT, levels)
+    if bias is not None:
+        added = _stack(bias, levels).unsqueeze(-1)
+        stack = stack + added if is_batchedtensor(added) else stack.add_(added)
+    return _lanes(stack.mT, levels)
 
 
 def _cross_entropy(input: Tensor, target: Tensor, **options: Any) -> Tensor:
@@ -126,7 +130,8 @@ def _of_classes(logs: Tensor, target: Tensor, levels: Sequence[int], ignored: in
     """Return minus the mean of the logarithms of the target classes in each lane; torch has no rule for it."""
     targets = _stack(target, levels).expand(logs.shape[:-1])
     each = F.nll_loss(logs.flatten(0, -2), targets.flatten(), ignore_index=ignored, reduction="none")
-    return _lanes(each.view(targets.shape).sum(-1) / (targets != ignored).sum(-1), levels)
+    counted = targets.long() != ignored  # -100 as a byte is a class
+    return _lanes(each.view(targets.shape).sum(-1) / counted.sum(-1), levels)
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *more: Any, **options: Any) -> Tensor:

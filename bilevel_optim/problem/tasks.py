@@ -247,9 +247,10 @@ def select(batch: Any, index: Any) -> Any:
     """Return the same entries of the leading dimension of every tensor of a pytree."""
     if isinstance(index, Tensor) and index.dim() and index.is_cpu:
         index = _move_to_data(index, batch)
-    if type(batch) is tuple or type(batch).__bases__ == (tuple,):  # common, and three times as fast as the general form
+    kind = type(batch)  # tuples are common, and this is three times as fast as the general form
+    if kind is tuple or (kind.__bases__ == (tuple,) and hasattr(kind, "_fields")):
         parts = [t[index] if isinstance(t, Tensor) else select(t, index) for t in batch]
-        return tuple(parts) if type(batch) is tuple else type(batch)(*parts)
+        return tuple(parts) if kind is tuple else kind(*parts)
     return tree_map(lambda t: t[index] if isinstance(t, Tensor) else t, batch)
 
 

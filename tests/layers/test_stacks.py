@@ -22,6 +22,8 @@ INPUT, LABELS = numbers(LANES, ROWS, INPUTS), torch.arange(LANES * ROWS).reshape
 SOME = torch.where(LABELS == 2, -100, LABELS)  # none is left out in one lane, one or two in others
 NONE = torch.where(torch.arange(LANES).unsqueeze(1) == 1, -100, LABELS)  # all are left out in one lane: 0 / 0
 
+OTHERS = numbers(2, CLASSES, INPUTS)
+
 
 def scores(part):
     return F.linear(part, WEIGHT, BIAS)
@@ -41,6 +43,12 @@ LOSSES = {
     "pixels": lambda part, labels: F.cross_entropy(scores(part).t()[None], labels[None]),
     "one row": lambda part, labels: F.cross_entropy(scores(part)[0], labels[0]),
     "bytes": lambda part, labels: F.nll_loss(F.log_softmax(scores(part), 1), (labels % 3).abs().byte()),
+    "bytes of many classes": lambda part, labels: F.nll_loss(
+        F.log_softmax(scores(part).repeat(1, 27), 1), (labels % 3 + 155).byte()
+    ),
+    "one bias for all": lambda part, labels: F.cross_entropy(F.linear(part, WEIGHT, BIAS.sum()), labels),
+    "one bias in a vector": lambda part, labels: F.cross_entropy(F.linear(part, WEIGHT, BIAS[:1]), labels),
+    "biases of rows": lambda part, labels: F.cross_entropy(F.linear(part, WEIGHT, BIAS + part.sum(1, True)), labels),
     "without bias": lambda part, labels: F.cross_entropy(F.linear(part, WEIGHT), labels),
     "no batch": lambda part, labels: F.linear(part[0], WEIGHT, BIAS).square().sum(),
     "sequences": lambda part, labels: F.linear(part.reshape(2, 2, INPUTS), WEIGHT, BIAS).square().sum(),
@@ -53,6 +61,9 @@ LOSSES = {
     "vmap inside": lambda part, labels: vmap(lambda p: F.cross_entropy(F.linear(p, WEIGHT, BIAS), labels))(
         torch.stack([part, 2 * part])
     ).sum(),
+    "vmap over other weights": lambda part, labels: vmap(lambda w: F.linear(INPUT[0], w, BIAS).square().sum())(
+        OTHERS
+    ).sum() + scores(part).sum(),
 }  # fmt: skip
 
 
@@ -101,7 +112,7 @@ def test_stacks_give_what_each_lane_gives(loss, labels):
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_copies_of_stacks_give_what_each_copy_gives(loss):
-    if loss is LOSSES["bytes"]:
+    if loss in (LOSSES["bytes"], LOSSES["bytes of many classes"]):
         pytest.skip("torch's own vmap does not take bytes")
     weights, biases = numbers(2, LANES, CLASSES, INPUTS).requires_grad_(), numbers(2, LANES, CLASSES).requires_grad_()
     found = vmap(lambda *own: together(loss, LABELS, *own), randomness="error")(weights, biases)
