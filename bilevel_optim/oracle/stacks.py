@@ -47,11 +47,11 @@ def mapped(function: Callable[..., Any], stacks: Sequence[Tensor], n: int, rando
 
 
 def _levels_of(t: Tensor) -> list[int]:
-    """Return the levels of vmap, from the innermost one, in which a tensor is a stack; none if not in the innermost."""
-    found: list[int] = []
-    while is_batchedtensor(t) and (found or maybe_get_level(t) == maybe_current_level()):
-        found.append(maybe_get_level(t))
-        t = get_unwrapped(t)
+    """Return the levels of vmap, from the innermost one up to the first in which a tensor is not a stack."""
+    found, level = list[int](), maybe_current_level()
+    while is_batchedtensor(t) and maybe_get_level(t) == level:
+        found.append(level)
+        t, level = get_unwrapped(t), level - 1
     return found
 
 

@@ -122,6 +122,25 @@ def test_copies_of_stacks_give_what_each_copy_gives(loss):
         torch.testing.assert_close(own, right, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("loss", ["linear", "cross entropy"])
+def test_levels_between_those_of_a_stack_may_be_missing(loss):
+    weights, biases, factors = numbers(2, CLASSES, INPUTS), numbers(LANES, CLASSES), torch.tensor([1.0, 2.0]).double()
+
+    def value(weight, labels, bias, factor):
+        if loss == "linear":
+            return F.linear(INPUT[0], factor * weight, bias).square().sum()
+        return F.cross_entropy(INPUT[0] @ (factor * weight).mT, labels) * bias.sum()
+
+    def found(stacked):
+        def lane(labels, bias, weight):
+            with Substitution((), (), stacked=stacked):
+                return vmap(lambda factor: value(weight, labels, bias, factor))(factors)
+
+        return vmap(lambda weight: vmap(lambda *own: lane(*own, weight))(LABELS, biases))(weights)
+
+    torch.testing.assert_close(found(True), found(False), rtol=1e-12, atol=1e-13)
+
+
 def wrong_size(part, labels):
     return F.cross_entropy(scores(part), labels[1:])
 
