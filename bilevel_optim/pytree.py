@@ -10,7 +10,16 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 from torch.utils._pytree import tree_leaves as leaves_by_torch
 
-__all__ = ["replace", "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_unflatten", "values"]
+__all__ = [
+    "is_named_tuple",
+    "replace",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "values",
+]
 
 
 Class = TypeVar("Class")
@@ -30,6 +39,11 @@ def replace(values: Values, **changes: Any) -> Values:
     return new
 
 
+def is_named_tuple(kind: type) -> bool:
+    """Return True if a class is a named tuple; the results of torch and ``torch.Size`` are tuples of other kinds."""
+    return kind.__bases__ == (tuple,) and hasattr(kind, "_fields")
+
+
 def tree_leaves(value: Any) -> list[Any]:
     """Return the leaves of a nested value; those of plain tuples, lists and dicts at a fraction of torch's cost."""
     found: list[Any] = []
@@ -42,7 +56,7 @@ def _collected(value: Any, found: list[Any]) -> bool:
     if kind is Tensor or kind in _LEAVES:
         found.append(value)
         return True
-    if kind in _SEQUENCES or (issubclass(kind, tuple) and kind.__bases__ == (tuple,) and hasattr(kind, "_fields")):
+    if kind in _SEQUENCES or is_named_tuple(kind):
         return all([_collected(own, found) for own in value])
     return kind is dict and all([_collected(own, found) for own in value.values()])
 

@@ -46,11 +46,11 @@ def mapped(function: Callable[..., Any], stacks: Sequence[Tensor], n: int, rando
 
 
 def _levels_of(t: Tensor) -> list[int]:
-    """Return the levels of vmap, from the innermost one, in which a tensor is a stack; none if not in the innermost."""
-    found: list[int] = []
-    while is_batchedtensor(t) and (found or maybe_get_level(t) == maybe_current_level()):
-        found.append(maybe_get_level(t))
-        t = get_unwrapped(t)
+    """Return the levels of vmap, from the innermost one up to the first in which a tensor is not a stack."""
+    found, level = list[int](), maybe_current_level()
+    while is_batchedtensor(t) and maybe_get_level(t) == level:
+        found.append(level)
+        t, level = get_unwrapped(t), level - 1
     return found
 
 
@@ -74,18 +74,21 @@ def _lanes(stack: Tensor, levels: Sequence[int]) -> Tensor:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``F.linear`` in the transposed layout, so that gradients of stacked weights are laid out as the weights.
+    """Compute ``F.linear`` by a transposed product, so that gradients of stacked weights are laid out as the weights.
 
-    Under vmap the ordinary form gives them transposed, which makes both that product and the update that reads it
-    slow. The result is not contiguous.
+    Under vmap the ordinary form gives them transposed, which makes both that product and the update that reads it slow.
     """
-    if input.dim() != 2 or weight.dim() != 2 or input.layout != torch.strided:
+    usual = input.dim() == weight.dim() == 2 and (bias is None or bias.dim() == 1) and input.layout == torch.strided
+    if not usual:
         return F.linear(input, weight, bias)
     levels = _levels_of(weight)
     if not levels:
         return F.linear(input, weight, bias)
-    stack = torch.matmul(_stack(weight, levels), _stack(input, levels).mT)
-    return _lanes((stack if bias is None else stack.add_(_stack(bias, levels).unsqueeze(-1))).mT, levels)
+    stack = torch.matmul(_stack(weight, levels), _stack(input, levels).mT).mT.contiguous()  # a loss may view it
+    if bias is not None:
+        added = _stack(bias, levels).unsqueeze(-2)
+        stack = stack + added if is_batchedtensor(added) else stack.add_(added)
+    return _lanes(stack, levels)
 
 
 def _cross_entropy(input: Tensor, target: Tensor, **options: Any) -> Tensor:
@@ -122,7 +125,8 @@ def _of_classes(logs: Tensor, target: Tensor, levels: Sequence[int], ignored: in
     """Return minus the mean of the logarithms of the target classes in each lane; torch has no rule for it."""
     targets = _stack(target, levels).expand(logs.shape[:-1])
     each = F.nll_loss(logs.flatten(0, -2), targets.flatten(), ignore_index=ignored, reduction="none")
-    return _lanes(each.view(targets.shape).sum(-1) / (targets != ignored).sum(-1), levels)
+    counted = targets.long() != ignored  # -100 as a byte is a class
+    return _lanes(each.view(targets.shape).sum(-1) / counted.sum(-1), levels)
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *more: Any, **options: Any) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from ..pytree import is_named_tuple, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from .placement import to_device
 from .random import device_of
 from .vector import Vector
@@ -247,9 +247,10 @@ def select(batch: Any, index: Any) -> Any:
     """Return the same entries of the leading dimension of every tensor of a pytree."""
     if isinstance(index, Tensor) and index.dim() and index.is_cpu:
         index = _move_to_data(index, batch)
-    if type(batch) is tuple or type(batch).__bases__ == (tuple,):  # common, and three times as fast as the general form
+    kind = type(batch)  # tuples are common, and this is three times as fast as the general form
+    if kind is tuple or is_named_tuple(kind):
         parts = [t[index] if isinstance(t, Tensor) else select(t, index) for t in batch]
-        return tuple(parts) if type(batch) is tuple else type(batch)(*parts)
+        return tuple(parts) if kind is tuple else kind(*parts)
     return tree_map(lambda t: t[index] if isinstance(t, Tensor) else t, batch)
 
 

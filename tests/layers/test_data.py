@@ -326,3 +326,8 @@ def test_a_task_of_a_batch_has_its_form(batch):
     assert type(one) is type(batch)
     assert int(one[0]) == 1
     assert one[1] == {"a": 3} if type(batch) is tuple else one.second.tolist() == [2, 3]
+
+
+def test_a_task_of_the_results_of_torch_has_their_form():
+    found = select((torch.arange(6).reshape(3, 2).max(1), torch.Size([3, 2])), 1)
+    assert (int(found[0].values), int(found[0].indices), tuple(found[1])) == (3, 1, (3, 2))

@@ -22,6 +22,8 @@ INPUT, LABELS = numbers(LANES, ROWS, INPUTS), torch.arange(LANES * ROWS).reshape
 SOME = torch.where(LABELS == 2, -100, LABELS)  # none is left out in one lane, one or two in others
 NONE = torch.where(torch.arange(LANES).unsqueeze(1) == 1, -100, LABELS)  # all are left out in one lane: 0 / 0
 
+OTHERS = numbers(2, CLASSES, INPUTS)
+
 
 def scores(part):
     return F.linear(part, WEIGHT, BIAS)
@@ -41,11 +43,18 @@ LOSSES = {
     "pixels": lambda part, labels: F.cross_entropy(scores(part).t()[None], labels[None]),
     "one row": lambda part, labels: F.cross_entropy(scores(part)[0], labels[0]),
     "bytes": lambda part, labels: F.nll_loss(F.log_softmax(scores(part), 1), (labels % 3).abs().byte()),
+    "bytes of many classes": lambda part, labels: F.nll_loss(
+        F.log_softmax(scores(part).repeat(1, 27), 1), (labels % 3 + 155).byte()
+    ),
+    "one bias for all": lambda part, labels: F.cross_entropy(F.linear(part, WEIGHT, BIAS.sum()), labels),
+    "one bias in a vector": lambda part, labels: F.cross_entropy(F.linear(part, WEIGHT, BIAS[:1]), labels),
+    "biases of rows": lambda part, labels: F.cross_entropy(F.linear(part, WEIGHT, BIAS + part.sum(1, True)), labels),
     "without bias": lambda part, labels: F.cross_entropy(F.linear(part, WEIGHT), labels),
     "no batch": lambda part, labels: F.linear(part[0], WEIGHT, BIAS).square().sum(),
     "sequences": lambda part, labels: F.linear(part.reshape(2, 2, INPUTS), WEIGHT, BIAS).square().sum(),
     "shared input": lambda part, labels: F.cross_entropy(scores(INPUT[0]), labels),
     "shared labels": lambda part, labels: F.cross_entropy(scores(part), LABELS[0]),
+    "viewed": lambda part, labels: (scores(part).view(-1) * F.linear(part, 2 * WEIGHT).view(-1)).sin().sum(),
     "by name": lambda part, labels: F.cross_entropy(input=scores(part), target=labels),
     "gradient inside": lambda part, labels: torch.func.grad(
         lambda p: F.cross_entropy(F.linear(p, WEIGHT, BIAS), labels)
@@ -59,6 +68,9 @@ LOSSES = {
     "vmap along inputs": lambda part, labels: vmap(lambda w: F.linear(part, w).square().sum(), in_dims=1)(
         torch.stack([WEIGHT.sin(), WEIGHT.cos()], 1)
     ).sum(),
+    "vmap over other weights": lambda part, labels: vmap(lambda w: F.linear(INPUT[0], w, BIAS).square().sum())(
+        OTHERS
+    ).sum() + scores(part).sum(),
 }  # fmt: skip
 
 
@@ -107,7 +119,7 @@ def test_stacks_give_what_each_lane_gives(loss, labels):
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_copies_of_stacks_give_what_each_copy_gives(loss):
-    if loss is LOSSES["bytes"]:
+    if loss in (LOSSES["bytes"], LOSSES["bytes of many classes"]):
         pytest.skip("torch's own vmap does not take bytes")
     weights, biases = numbers(2, LANES, CLASSES, INPUTS).requires_grad_(), numbers(2, LANES, CLASSES).requires_grad_()
     found = vmap(lambda *own: together(loss, LABELS, *own), randomness="error")(weights, biases)
@@ -115,6 +127,25 @@ def test_copies_of_stacks_give_what_each_copy_gives(loss):
     variables = [weights, biases]
     for own, right in zip(derivatives(found, variables), derivatives(expected, variables), strict=True):
         torch.testing.assert_close(own, right, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("loss", ["linear", "cross entropy"])
+def test_levels_between_those_of_a_stack_may_be_missing(loss):
+    weights, biases, factors = numbers(2, CLASSES, INPUTS), numbers(LANES, CLASSES), torch.tensor([1.0, 2.0]).double()
+
+    def value(weight, labels, bias, factor):
+        if loss == "linear":
+            return F.linear(INPUT[0], factor * weight, bias).square().sum()
+        return F.cross_entropy(INPUT[0] @ (factor * weight).mT, labels) * bias.sum()
+
+    def found(stacked):
+        def lane(labels, bias, weight):
+            with Substitution((), (), stacked=stacked):
+                return vmap(lambda factor: value(weight, labels, bias, factor))(factors)
+
+        return vmap(lambda weight: vmap(lambda *own: lane(*own, weight))(LABELS, biases))(weights)
+
+    torch.testing.assert_close(found(True), found(False), rtol=1e-12, atol=1e-13)
 
 
 def wrong_size(part, labels):
