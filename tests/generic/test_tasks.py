@@ -272,10 +272,11 @@ def few_shot(body, cls=bo.AID, vectorize=True, head=None):
 
 
 @pytest.mark.parametrize("vectorize", [True, False])
-def test_buffers_advance_once_in_a_step(vectorize):
+@pytest.mark.parametrize("cls", [bo.AID, bo.FirstOrder])
+def test_buffers_advance_once_in_a_step(cls, vectorize):
     """On the batch of the first task drawn."""
     norm = nn.BatchNorm1d(6)
-    optimizer, _, _ = few_shot(lambda: nn.Sequential(nn.Linear(4, 6), norm, nn.Tanh()), vectorize=vectorize)
+    optimizer, _, _ = few_shot(lambda: nn.Sequential(nn.Linear(4, 6), norm, nn.Tanh()), cls, vectorize)
     assert "vectorize_fallback" not in optimizer.diagnostics
     assert norm.running_mean.abs().min() > 0
     assert norm.num_batches_tracked == 2
