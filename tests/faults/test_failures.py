@@ -517,6 +517,28 @@ def test_a_level_of_vmap_that_was_left_on_is_ended_before_a_step():
     torch.randn(2)
 
 
+@pytest.mark.parametrize("name", ["AID", "ITD", "F2SA"])
+def test_a_step_within_a_loss_of_another_one_ends_no_level_of_vmap(name):
+    """From the second step on, when the other optimizer evaluates its tasks by a vmap of its own."""
+
+    def run(within):
+        x, y, a, b = (torch.full((2,), 0.5, requires_grad=True) for _ in range(4))
+        inner = bo.AID([a], [b], lr=0.1, lower_lr=0.1, lower_steps=2)
+
+        def lower(target):
+            if within:
+                inner.step(lambda: b.square().sum(), lambda: (b - a).square().sum())
+            return (y - x * target).square().sum()
+
+        optimizer = getattr(bo, name)([x], [y], lr=0.01, lower_lr=0.1, lower_steps=2)
+        tasks = bo.TensorTasks(torch.arange(6.0).reshape(3, 2))
+        losses = [optimizer.step(lambda t: (y - t).square().sum() + x.sum(), lower, tasks=tasks) for _ in range(3)]
+        assert "vectorize_fallback" not in optimizer.diagnostics
+        return [*losses, *values([x]), *values([y])]
+
+    assert same(run(True), run(False))
+
+
 def test_vmap_levels_left_on_by_an_interrupt_are_ended():
     """The interrupt comes between a level of vmap and the block that would end it."""
     problem = Quadratic(n=4, m=2)
