@@ -276,6 +276,7 @@ TRACING = {
 READ_BY_DYNAMO = {
     "hypergradient/layer.py": "a compiled program of the user calls the solver of a layer without tracing it",
     "optimizer/hooks.py": "verbs are called, and not looked into, where the loop of a user is compiled",
+    "oracle/stacks.py": "a compiled module of the user calls operations in their own forms, as Dynamo knows no levels",
     "oracle/buffers.py": "a hook of a first step does not note what a compiled module calls",
 }
 

@@ -47,6 +47,8 @@ def mapped(function: Callable[..., Any], stacks: Sequence[Tensor], n: int, rando
 
 def _levels_of(t: Tensor) -> list[int]:
     """Return the levels of vmap, from the innermost one up to the first in which a tensor is not a stack."""
+    if torch.compiler.is_dynamo_compiling():
+        return []
     found, level = list[int](), maybe_current_level()
     while is_batchedtensor(t) and maybe_get_level(t) == level:
         found.append(level)

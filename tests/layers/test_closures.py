@@ -308,6 +308,12 @@ def test_stacked_copies_are_plain_gradients(name, vectorize):
         check_stacked_copies(name, vectorize, wrt)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of torch 2.11 does not read the module under vmap")
+def test_a_compiled_module_runs_in_copies():
+    """Dynamo reads the forms for stacks too, and what they ask about levels."""
+    check_stacked_copies("compiled", True, "lower")
+
+
 def check_stacked_copies(name, vectorize, wrt):
     """Gradients of a_j f + b_j g at three copies, against plain torch at one after the other."""
     case, (x, y, upper, lower) = CASES[name], built(name)
