@@ -713,3 +713,14 @@ def test_transforms_of_torch_func_are_refused_with_the_cure(transform):
 
     with pytest.raises(RuntimeError, match=r"torch\.autograd\.functional"):
         transform(norm)(torch.ones(2, 2) if transform is torch.func.vmap else torch.ones(2))
+
+
+def test_an_error_of_the_users_own_transform_is_passed_on():
+    """Its text speaks of functorch too."""
+
+    def loss(x, y):
+        return torch.func.grad(lambda z: z.detach().requires_grad_().square().sum())(y - x).sum()
+
+    with pytest.raises(RuntimeError, match="functorch") as error:
+        bo.solve(loss, torch.ones(2), torch.zeros(2))
+    assert "solve" not in str(error.value)

@@ -109,6 +109,13 @@ def _solve(
     linear_steps: int,
 ) -> Any:
     require_gradients()
+    try:
+        torch.zeros((), device="cpu").requires_grad_()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "solve cannot be called under the transforms of torch.func (grad, jacrev, vmap, ...): use "
+            "torch.autograd.grad or torch.autograd.functional, and for a batch of problems the sum of their losses"
+        ) from error
     xs, ys = _parts(x), Vector(_parts(y))
     for name, tensors in (("x", xs), ("y", ys)):
         for t in tensors:
@@ -123,16 +130,8 @@ def _solve(
     problem = _Problem(loss, proximal, len(xs), isinstance(x, Tensor), isinstance(y, Tensor), linear_steps)
     if steps is None:
         steps = 200 if proximal is None else 2000
-    try:
-        found = _minimise(problem, Vector(t.detach() for t in xs), ys, minimiser, steps, tol)
-        results: tuple[Tensor, ...] = _Implicit.apply(problem, *xs, *found)
-    except RuntimeError as error:
-        if "functorch" not in str(error):
-            raise
-        raise RuntimeError(
-            "solve cannot be called under the transforms of torch.func (grad, jacrev, vmap, ...): use "
-            "torch.autograd.grad or torch.autograd.functional, and for a batch of problems the sum of their losses"
-        ) from error
+    found = _minimise(problem, Vector(t.detach() for t in xs), ys, minimiser, steps, tol)
+    results: tuple[Tensor, ...] = _Implicit.apply(problem, *xs, *found)
     return results[0] if isinstance(y, Tensor) else results
 
 

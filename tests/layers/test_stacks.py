@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import vmap
 
-from bilevel_optim.oracle.stacks import FORMS, mapped
+from bilevel_optim.oracle.stacks import mapped
 from bilevel_optim.oracle.substitution import Substitution
 from bilevel_optim.pytree import tree_leaves
 
@@ -186,8 +186,3 @@ def test_gradients_of_stacked_weights_have_the_layout_of_the_weights():
     values = together(LOSSES["cross entropy"], LABELS, *variables)
     gradient, _ = torch.autograd.grad(values.sum(), variables)
     assert gradient.stride() == variables[0].stride()
-
-
-def test_every_form_has_the_arguments_of_the_operation():
-    assert F.cross_entropy in FORMS
-    assert all(callable(form) for form in FORMS.values())
