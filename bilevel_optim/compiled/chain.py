@@ -60,10 +60,15 @@ class Chain:
         moving, others = {*map(storage_of, live)}, first.arguments[: self._first]
         return any(t.layout is not torch.strided or storage_of(t) in moving for t in others)
 
-    def rows(self, columns: Mapping[str, tuple[Sequence[Any], Sequence[Tensor]]], count: int) -> list[list[Tensor]]:
+    def rows(
+        self,
+        columns: Mapping[str, tuple[Sequence[Any], Sequence[Tensor]]],
+        random: Sequence[Sequence[Tensor]],
+        count: int,
+    ) -> list[list[Tensor]]:
         """Return the tensors that each of ``count`` steps draws, up to the first step whose batches have another form.
 
-        ``columns`` are the batches of all steps, by source, and the indices of terms.
+        ``columns`` are the batches of all steps, by source, and the indices of terms; ``random`` the random inputs.
         """
         drawn: list[Sequence[Sequence[Tensor]]] = [[()] * count]  # by source, the tensors of each step
         for source, forms in self._batches.items():
@@ -73,6 +78,7 @@ class Chain:
                 if indices:
                     parts = [[*own, index] for own, index in zip(parts, indices, strict=False)]
                 drawn += [parts[k::times] for k in range(times)]
+        drawn += [[(t,) for t in own] for own in random]
         return [*map(list, map(chain.from_iterable, zip(*drawn, strict=False)))]
 
     def follow(self, first: Call, data: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor | list[list[bool]], Call]:

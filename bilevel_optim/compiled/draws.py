@@ -14,6 +14,7 @@ from ..optimizer.step import Draw, TaskDraw, replace
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import by_level
+from ..problem.random import device_of
 from .forms import structure_of
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 MOST_TERMS = 64  # most terms of a finite sum in a compiled step
+Only = tuple[str, int] | None
 Drawn = dict[str, list[Any]]  # source -> its samples, in order: arguments, or arguments, index and weight
 
 
@@ -84,6 +86,10 @@ class Sources:
         """Return the sources of a step with these arguments."""
         f = None if upper is None else as_objective(upper, "upper")
         return cls(f, None if lower is None else as_objective(lower, "lower"), tasks, last)
+
+    def level_of(self, draw: Draw) -> str:
+        """Return the level of the loss from which a draw is made; a method may take one loss, for both."""
+        return draw.level if draw.level in self.objectives else "upper"
 
     @property
     def code(self) -> tuple[Any, ...]:
@@ -162,9 +168,8 @@ def draw(draws: Sequence[tuple[Draw, int]], sources: Sources, random: Mapping[st
     """
     found: Drawn = {}
     objectives = sources.objectives
-    for (level, whole, only), times in draws:
-        if level not in objectives:
-            level = "upper"  # the method takes one loss
+    for own, times in draws:
+        level, (_, whole, only) = sources.level_of(own), own
         objective = objectives[level]
         if whole:
             found.setdefault(f"all of {level}", []).extend(_terms(objective) for _ in range(times))
@@ -188,51 +193,56 @@ class Plan:
 
     Args:
         kind: kind of the sources. The order of draws from others counts.
-        drawn: the samples of one step.
-        sizes: number of tensors of each sample, by source; 0 for a loss without data.
-
-    Attributes:
-        structure: that of the samples, with no random inputs.
+        draws: for each source its draws, each with the random input that decides about it, if any, and the number of
+            tensors of a sample; 0 for a loss without data.
+        structure: that of the samples, with the random inputs.
     """
 
-    def __init__(self, kind: SourceKind, drawn: Drawn, sizes: Mapping[str, int]) -> None:
-        self.kind = kind
-        self._sizes = [(source, len(drawn[source]), size) for source, size in sizes.items()]
-        self.structure = structure_of((drawn, {}), [])
+    def __init__(self, kind: SourceKind, draws: Mapping[str, tuple[Sequence[Only], int]], structure: Any) -> None:
+        self.kind, self.structure = kind, structure
+        self._draws = [(source, own, size) for source, (own, size) in draws.items()]
 
     @classmethod
-    def of(cls, draws: Sequence[tuple[Draw, int]], sources: Sources, drawn: Drawn) -> Self | None:
+    def of(
+        cls, draws: Sequence[tuple[Draw, int]], sources: Sources, drawn: Drawn, random: Mapping[str, Tensor]
+    ) -> Self | None:
         """Return the plan for these draws, which have given such samples; None if samples are of another kind."""
-        alone = sources.kind.draw_in_order and sources.upper is not sources.lower
-        if not alone or any([own.whole or own.only for own, _ in draws]):
+        if not sources.kind.draw_in_order or sources.upper is sources.lower or any([own.whole for own, _ in draws]):
             return None
-        sizes: dict[str, int] = {}
+        found: dict[str, tuple[Sequence[Only], int]] = {}
         for source, samples in drawn.items():
-            found = {*map(_size_of, samples)}
-            if len(found) > 1 or -1 in found:
+            sizes = {*map(_size_of, samples)}
+            if len(sizes) > 1 or -1 in sizes:
                 return None
-            sizes[source] = found.pop()
-        return cls(sources.kind, drawn, sizes)
+            own = [draw.only for draw, times in draws for _ in range(times) if sources.level_of(draw) == source]
+            found[source] = own, sizes.pop()
+        return cls(sources.kind, found, structure_of((drawn, random), []))
 
-    def draw(self, sources: Sources) -> tuple[dict[str, list[Any]], list[Tensor] | None]:
-        """Draw the batches of a step, by source, and return their tensors too; None if a batch has another form."""
+    def draw(self, sources: Sources, random: Mapping[str, Tensor]) -> tuple[dict[str, list[Any]], list[Tensor] | None]:
+        """Draw the batches of a step, by source, and return the tensors of its samples and random inputs too.
+
+        Without the tensors if a batch has another form.
+        """
         batches: dict[str, list[Any]] = {}
         tensors: list[Tensor] | None = []
-        for source, times, size in self._sizes:
+        numbers = {name: [int(value)] for name, value in random.items()} if random else {}
+        for source, draws, size in self._draws:
             if not size:
                 continue
-            batches[source] = taken = sources.objectives[source].take(times)
+            batches[source] = taken = taken_by(sources.objectives[source], draws, numbers, 1)
             for batch in taken:
                 if tensors is None or type(batch) is not tuple or len(batch) != size:
                     tensors = None
                 else:
                     tensors += batch
-        plain = tensors is not None and {*map(type, tensors)} <= {Tensor}
-        return batches, tensors if plain else None
+        if tensors is None or not {*map(type, tensors)} <= {Tensor}:
+            return batches, None
+        tensors += random.values()
+        return batches, tensors
 
     def samples(self, batches: Mapping[str, list[Any]]) -> Drawn:
         """Return the samples of these batches."""
-        return {source: [*zip(batches[source])] if size else [()] * times for source, times, size in self._sizes}
+        return {source: [*zip(batches[source])] if size else [()] * len(own) for source, own, size in self._draws}
 
 
 def _size_of(sample: Any) -> int:
@@ -244,21 +254,25 @@ def _size_of(sample: Any) -> int:
 
 
 def draw_many(
-    draws: Sequence[tuple[Draw, int]], sources: Sources, count: int
-) -> dict[str, tuple[Sequence[Any], Sequence[Tensor]]] | None:
-    """Draw the batches of ``count`` steps, by source, without sources that have none; with the indices of terms.
+    draws: Sequence[tuple[Draw, int]],
+    sources: Sources,
+    count: int,
+    ranges: Mapping[str, int],
+    generator: torch.Generator | None,
+) -> tuple[dict[str, tuple[Sequence[Any], Sequence[Tensor]]], list[Sequence[Tensor]]] | None:
+    """Draw the batches of ``count`` steps, by source, with the indices of terms, and random inputs below ``ranges``.
 
-    None if the samples of a step are not the next batches of lists or terms of equal weight.
+    None, and nothing is drawn, if a step's samples are not the next batches of lists or terms of equal weight, or if
+    its random inputs cannot be drawn at once.
     """
-    order: list[str] = []
+    order: list[tuple[str, Only]] = []
     for own, n in draws:
-        level = own.level if own.level in sources.objectives else "upper"
-        if own.whole or own.only is not None:
+        if own.whole:
             return None
-        order += [level] * n
-    found: dict[str, tuple[Sequence[Any], Sequence[Tensor]]] = {}
+        order += [(sources.level_of(own), own.only)] * n
+    levels = [level for level, _ in order]
     sums: list[tuple[str, FiniteSum]] = []
-    for level in dict.fromkeys(order):
+    for level in dict.fromkeys(levels):
         objective = sources.objectives[level]
         if isinstance(objective, FiniteSum):
             sums.append((level, objective))
@@ -266,22 +280,44 @@ def draw_many(
             return None
     if any([own.weight(0) is not None for _, own in sums]):
         return None
+    if ranges and (sums or len(ranges) > 1 or device_of(generator).type != "cpu"):
+        return None
     together = len({id(own.generator) for _, own in sums}) < len(sums)  # both draw from one stream of random numbers
     if together and len({own.terms for _, own in sums}) > 1:
         return None
-    for level in dict.fromkeys(order):
+    found: dict[str, tuple[Sequence[Any], Sequence[Tensor]]] = {}
+    # On a CPU one call gives the numbers of many.
+    random = {name: torch.randint(n, (count,), generator=generator, device="cpu") for name, n in ranges.items()}
+    numbers = {name: values.tolist() for name, values in random.items()}
+    for level in dict.fromkeys(levels):
         objective = sources.objectives[level]
         if objective.data is not None and not isinstance(objective, FiniteSum):
-            found[level] = objective.take(order.count(level) * count), ()
+            found[level] = taken_by(objective, [only for own, only in order if own == level], numbers, count), ()
     if together:
         (_, first), _ = sums
-        of_sums = [level for level in order if level in dict(sums)]
+        of_sums = [level for level in levels if level in dict(sums)]
         rows = first.indices(count * len(of_sums)).cpu().reshape(count, len(of_sums))
         drawn = {level: rows[:, [k for k, o in enumerate(of_sums) if o == level]].reshape(-1) for level, _ in sums}
     else:
-        drawn = {level: own.indices(count * order.count(level)).cpu() for level, own in sums}
+        drawn = {level: own.indices(count * levels.count(level)).cpu() for level, own in sums}
     for level, objective in sums:
         found[level] = objective.batches(drawn[level].tolist()), drawn[level].unbind()
+    return found, [values.unbind() for values in random.values()]
+
+
+def taken_by(
+    objective: Objective, draws: Sequence[Only], numbers: Mapping[str, Sequence[int]], count: int
+) -> list[Any]:
+    """Return the batches of ``count`` steps with these draws; one that is skipped repeats the one before.
+
+    ``numbers`` are the random inputs of each step.
+    """
+    if not any(draws):
+        return objective.take(len(draws) * count)
+    made = [only is None or only[1] <= numbers[only[0]][k] for k in range(count) for only in draws]
+    taken, found = iter(objective.take(sum(made))), list[Any]()
+    for new in made:
+        found.append(next(taken) if new else found[-1])
     return found
 
 
@@ -333,7 +369,7 @@ class Inputs:
         plan: that plan, which draws them now.
 
     Attributes:
-        tensors: tensors of the samples, if they were drawn by a plan and have its form; else None.
+        tensors: tensors of the samples and random inputs, if samples were drawn by a plan and have its form; else None.
     """
 
     __slots__ = ("_batches", "_drawn", "_plan", "random", "sources", "tensors")
@@ -342,7 +378,7 @@ class Inputs:
         self, sources: Sources, random: dict[str, Tensor], drawn: Drawn | None = None, plan: Plan | None = None
     ) -> None:
         self.sources, self.random, self._drawn, self._plan = sources, random, drawn, plan
-        self._batches, self.tensors = ({}, None) if plan is None else plan.draw(sources)
+        self._batches, self.tensors = ({}, None) if plan is None else plan.draw(sources, random)
 
     @property
     def drawn(self) -> Drawn:

@@ -183,10 +183,11 @@ class CompiledRuns(CompiledSteps):
 
     def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> list[list[Tensor]]:
         """Draw the tensors that ``count`` steps take from samples, up to the first step of another form."""
-        if entry.draw_all is None and entry.draws is not None and not self.optimizer._random_inputs():
-            columns = draw_many(entry.draws, sources, count)
-            if columns is not None:
-                return chain.rows(columns, count)
+        if entry.draw_all is None and entry.draws is not None:
+            ranges, generator = self.optimizer._random_inputs(), self.optimizer.generator
+            found = draw_many(entry.draws, sources, count, ranges, generator)
+            if found is not None:
+                return chain.rows(*found, count)
         data: list[list[Tensor]] = []
         while len(data) < count:
             more = self.drawn(entry, sources)

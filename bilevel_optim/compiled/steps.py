@@ -222,8 +222,6 @@ class CompiledSteps:
     def drawn(self, entry: Entry, sources: Sources) -> Inputs | None:
         """Draw the inputs of a step; return None, with a reason recorded, if its draws are not known before it."""
         optimizer, tasks = self.optimizer, sources.tasks
-        if entry.plan is not None and entry.plan.kind is sources.kind:
-            return Inputs(sources, {}, plan=entry.plan)
         if entry.draw_all is None and entry.draws is None:
             entry.draws, reason = declared(optimizer, sources)
             if reason:
@@ -231,12 +229,14 @@ class CompiledSteps:
                 return None
         counts = optimizer._random_inputs()
         random = draw_random_inputs(counts, optimizer.generator) if counts else {}
+        if entry.plan is not None and entry.plan.kind is sources.kind:
+            return Inputs(sources, random, plan=entry.plan)
         if entry.draw_all is not None:
             return Inputs(sources, random, {"whole": [entry.draw_all(tasks, random)]})
         assert entry.draws is not None
         if tasks is None:
             drawn = draw(entry.draws, sources, random)
-            entry.plan = None if random else Plan.of(entry.draws, sources, drawn)
+            entry.plan = Plan.of(entry.draws, sources, drawn, random)
             return Inputs(sources, random, drawn)
         return Inputs(sources, random, draw_tasks(entry.draws, tasks, optimizer.generator, random))
 

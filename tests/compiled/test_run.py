@@ -79,14 +79,60 @@ def one_by_one_and_at_once(make, steps=(5, 14)):
     return *results, max(map(len, counted), default=-1) + 1
 
 
-@pytest.mark.usually("TTSA")
-@pytest.mark.parametrize("cls", [bo.SOBA, bo.TTSA])
-def test_lists_are_drawn_at_once(cls):
+@pytest.mark.usually("TTSA", "SOBA")
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        (bo.SOBA, {}),
+        (bo.TTSA, {"linear_steps": 4}),
+        (bo.BSA, {"linear_steps": 3, "growth": 0.0}),
+        (bo.SUSTAIN, {"linear_steps": 3}),
+        (bo.PZOBO, {}),
+    ],
+    ids=["SOBA", "TTSA", "BSA", "SUSTAIN", "PZOBO"],
+)
+def test_lists_are_drawn_at_once(cls, arguments, monkeypatch):
     """Runs of different lengths with random numbers of draws agree bit for bit, and so do all positions."""
-    chance = {"linear_steps": 2} if cls is bo.TTSA else {}
-    steps, run, at_once = one_by_one_and_at_once(lambda: problem(cls, BATCHES[:5], tuple(BATCHES[1:4]), **chance))
+    single = []
+    drawn = compiled_steps.draw_random_inputs
+    monkeypatch.setattr(compiled_steps, "draw_random_inputs", lambda *given: single.append(1) or drawn(*given))
+    count = []
+
+    def make():
+        count.append(len(single))
+        pairs = [(batch, batch.flip(0)) for batch in BATCHES]
+        optimizer, losses, x, y = problem(cls, pairs[:5], tuple(pairs[1:4]), generator=seeded(5), **arguments)
+        for objective, own in zip(losses, [o.loss for o in losses], strict=True):
+            objective.loss = lambda pair, own=own: own(pair[0]) + 0.1 * own(pair[1])
+        return optimizer, losses, x, y
+
+    steps, run, at_once = one_by_one_and_at_once(make)
     assert all(map(torch.equal, steps, run))
     assert at_once == 7  # all before one that is compared
+    if cls is not bo.SOBA:
+        assert len(single) - count[1] <= count[1] - count[0] - (at_once - 1)
+
+
+@pytest.mark.parametrize("kind", ["sum", "own data"])
+def test_random_inputs_beside_other_data_are_drawn_step_by_step(kind):
+    """Terms of a sum, and batches of a user's own data, are drawn between them from the same stream."""
+
+    def make():
+        data = Numbered("lower", None, []) if kind == "own data" else BATCHES
+        optimizer, losses, x, y = problem(bo.TTSA, BATCHES[:5], data, linear_steps=3)
+        if kind == "sum":
+            losses = losses[0], bo.FiniteSum(losses[1].loss, BATCHES)
+        return optimizer, losses, x, y
+
+    results = []
+    for at_once in (False, True):
+        torch.manual_seed(0)
+        optimizer, losses, x, y = make()
+        found = [optimizer.step(*losses).reshape(1) for _ in range(5)]
+        count = 1 if not at_once else 14
+        found += [optimizer.run(*losses, steps=count) for _ in range(14 // count)]
+        results.append([x.detach(), y.detach(), torch.cat(found), torch.get_rng_state()])
+    assert all(map(torch.equal, *results))
 
 
 def test_non_finite_values_end_steps_in_a_row():
