@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import mul, truediv
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,23 +79,27 @@ class Directions:
         self._lengths = self._measured()
 
     @property
-    def variance(self) -> float:
+    def variance(self) -> float | Tensor:
         r"""Predicted variance of the estimate of w over :math:`\|w\|^2`: :math:`(p + 1)/Q` for ``"gaussian"``.
 
-        Exact for a linear response, except for ``"block_sphere"`` on several tensors, where w is assumed evenly spread.
+        Exact for a linear response, but for ``"block_sphere"`` or a D of different values it is that of a w whose
+        entries are of one size. A tensor if D depends on x.
         """
         p, q = self._p, self.count
+        filled = [(n, s) for n, s in zip(self._sizes, self._squared_metric(), strict=True) if n]
+        sizes, squares = [n for n, _ in filled], [s for _, s in filled]
+        stretch = sum(map(mul, sizes, squares)) * sum(map(truediv, sizes, squares)) / p  # p if D is constant
         if self.kind == "gaussian":
-            return (p + 1) / q
-        if self.kind == "orthogonal":
-            rest = q % p
-            return rest * (p - rest) / q**2  # full bases are exact, the rest is drawn without replacement
-        if self.kind == "block_sphere":
-            tensors = len(self._sizes)
-            second = tensors * sum(n**2 for n in self._sizes) / p if self._restored else tensors**2
-            first = 1.0 if self._restored else sum(1 / n for n in self._sizes)
-            return max(second / first - 1, 0.0) / q
-        return (p - 1) / q
+            excess = stretch + 1
+        elif self.kind == "orthogonal":
+            rest = q % p  # full bases are exact, the rest is drawn without replacement
+            excess = (stretch - 1) * (rest * (p - rest) / (q * max(p - 1, 1)))
+        elif self.kind == "block_sphere":
+            outputs = [n**2 if self._restored else 1 for n in sizes]
+            excess = sum(squares) * sum(map(truediv, outputs, squares)) / sum(map(truediv, outputs, sizes)) - 1
+        else:
+            excess = (stretch + 2) * (p / (p + 2)) - 1 if self.kind == "sphere" else stretch - 1
+        return excess.clamp_min(0) / q if isinstance(excess, Tensor) else max(excess, 0.0) / q
 
     def direction(self, j: int) -> Vector:
         """Return the direction :math:`u_j`."""
@@ -133,6 +139,13 @@ class Directions:
                 own = own * self._metric[i].to(own)
             parts.append(perturbed(t, own, keys, rows, self._p, offset, ENTRIES[self.kind]))
         return Vector(parts)
+
+    def _squared_metric(self) -> list[Any]:
+        """Return the square of D for each tensor, wide enough for sums."""
+        if self._metric is None:
+            return [1.0] * len(self._sizes)
+        kind = torch.float32 if self._keys.device.type == "mps" else torch.float64
+        return [d.to(self._keys.device, kind) ** 2 for d in self._metric]
 
     def _seeded(self, seed: int | Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys of all directions, and the row of the Hartley transform for each."""

@@ -179,10 +179,11 @@ def _indirect(
     squares_left = [torch.cat(part).nan_to_num(0, 0, 0).square().sum() for part in zip(*rests, strict=True)]
     estimate, *squares_left = ranks.total(directions.combine(mine / (directions.count - dropped), own), *squares_left)
     oracle.checks.finite("lower_grad", estimate, "Every perturbed lower solve diverged: use a smaller smoothing")
+    ratio = directions.variance**0.5
     diagnostics: dict[str, Any] = {
         "indirect_norm": estimate.norm(),
         "coefficients": coefficients,
-        "noise_to_signal": values.new_full((), directions.variance**0.5),
+        "noise_to_signal": ratio.to(values) if isinstance(ratio, Tensor) else values.new_full((), ratio),
         "difference_error": _rounding(oracle, base, squares) if paths.samples else squares.new_zeros(()),
         "dropped_directions": dropped,
     }
@@ -246,12 +247,12 @@ def _rounding(oracle: Oracle, base: Vector, squares: Tensor) -> Tensor:
 
 def _warn_of_noise(oracle: Oracle, directions: Directions, direct: Tensor, diagnostics: dict[str, Any]) -> None:
     """Warn if one estimate is mostly noise, or its differences mostly rounding."""
-    variance = directions.variance
+    ratio = diagnostics["noise_to_signal"]
 
-    def noisy(indirect: Any, direct: Any) -> Any:
-        # E|estimate|^2 = (1 + variance) |indirect term|^2 gives signal and noise from one estimate.
-        size = indirect / (1 + variance) ** 0.5
-        noise = size * variance**0.5 / NOISE_LIMIT
+    def noisy(indirect: Any, direct: Any, ratio: Any) -> Any:
+        # E|estimate|^2 = (1 + ratio^2) |indirect term|^2 gives signal and noise from one estimate.
+        size = indirect / (1 + ratio**2) ** 0.5
+        noise = size * ratio / NOISE_LIMIT
         return (noise > size) & (noise > direct)
 
     oracle.checks.alert_if(
@@ -259,12 +260,13 @@ def _warn_of_noise(oracle: Oracle, directions: Directions, direct: Tensor, diagn
         lambda: (
             f"the estimate of the hypergradient is mostly noise: with {directions.count} directions in "
             f"{sum(t.numel() for t in directions.x):,} dimensions the standard deviation of its indirect term is "
-            f"{variance**0.5:.3g} times its size (see diagnostics['noise_to_signal']). Use more directions, fewer "
+            f"{float(ratio):.3g} times its size (see diagnostics['noise_to_signal']). Use more directions, fewer "
             "upper parameters, or a method that differentiates (AID, ITD, F2SA)"
         ),
         noisy,
         diagnostics["indirect_norm"],
         direct,
+        ratio,
     )
     oracle.checks.alert_if(
         "rounded differences",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ class Substitution(TorchFunctionMode):
         super().__init__()
         self._live = [*live]  # so that no other tensor gets the identity of one of them
         self._value_of = dict(zip(map(id, self._live), values, strict=True))
-        self._forms: Mapping[Any, Callable[..., Any]] = FORMS if stacked else {}
+        self._forms = _STACKED if stacked else _PLAIN
 
     def __enter__(self) -> Self:
         if is_tracing():
@@ -48,7 +48,9 @@ class Substitution(TorchFunctionMode):
     ) -> Any:
         value_of = self._value_of.get  # most arguments are tensors or numbers: a look without a call
         new = [self._inside(a) if type(a) in _SEQUENCES else value_of(id(a), a) for a in args]
-        call: Callable[..., Any] = self._forms.get(func, func)
+        call = self._forms.get(func, func)
+        if call is None:
+            return func(*args)
         if not kwargs and func is not F.l1_loss:
             return call(*new)
         kwargs = all_arguments(func, kwargs)
@@ -63,6 +65,9 @@ class Substitution(TorchFunctionMode):
 
 
 _SEQUENCES = (list, tuple)
+# None: asked of the live tensor, because a loss may choose parameters by it, and values in a stack say no.
+_PLAIN: dict[Any, Callable[..., Any] | None] = {Tensor.requires_grad.__get__: None}  # type: ignore[attr-defined]
+_STACKED = {**FORMS, **_PLAIN}
 
 
 class _Stack(threading.local):

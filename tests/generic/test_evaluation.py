@@ -178,3 +178,40 @@ def test_a_step_of_signs_hides_no_infinite_gradient():
     with pytest.raises(bo.NonFiniteError, match="lower_grad"):
         optimizer.step(lambda: (y - 1).square().sum(), lower)
     assert y.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("form", ["F2SA", "PZOBO", "AID", "RTMLMC", "ESMAML"])
+def test_a_loss_may_choose_parameters_by_requires_grad(form):
+    """Copies and tasks replace the parameters by values under vmap, or without a gradient; both are still trained."""
+
+    def estimated(chosen):
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(2, 1), torch.full((1,), 0.3, requires_grad=True)
+        start = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        inputs = torch.randn(5, 2)
+
+        def upper(batch=0.0):
+            return (model(inputs) - 2 - batch).square().mean()
+
+        def lower(batch=0.0):
+            return (model(inputs) * x - 1 - batch).square().mean() + sum(p.square().sum() for p in chosen(model))
+
+        def with_few(method, upper_parameters=(x,), **options):
+            generator = torch.Generator().manual_seed(0)
+            return method(upper_parameters, model.parameters(), lr=0.1, lower_lr=0.1, generator=generator, **options)
+
+        tasks = bo.TensorTasks(torch.arange(3.0).view(3, 1, 1))
+        given = {"lower_batch": None, "upper_batch": None, "tasks_per_step": 3}
+        options = {
+            "F2SA": {"lower_steps": 3},
+            "PZOBO": {"lower_steps": 3, "directions": 2, "direction": "orthogonal"},
+            "AID": {"lower_steps": 3, **given},
+            "RTMLMC": {"levels": 2, "smoothness": 9.0, **given},
+            "ESMAML": {"lower_steps": 3, "directions": 2, "lower_directions": 2, "upper_parameters": [x, *start]},
+        }[form]
+        optimizer = with_few(getattr(bo, form), **options)
+        optimizer.backward(upper, lower, **({"tasks": tasks} if "tasks_per_step" in options else {}))
+        return [p.grad for p in optimizer.parameters("upper")]
+
+    plain = estimated(lambda model: model.parameters())
+    assert all(map(torch.equal, estimated(lambda model: [p for p in model.parameters() if p.requires_grad]), plain))

@@ -73,3 +73,27 @@ def test_relative_smoothing_scales_with_each_tensor():
     for j, factor in enumerate((3.0, 1.0)):
         torch.testing.assert_close(relative.point(0, 1.0)[j] - x[j], factor * (plain.point(0, 1.0)[j] - x[j]))
         torch.testing.assert_close(relative.combine(torch.ones(1))[j], plain.combine(torch.ones(1))[j] / factor)
+
+
+@every_kind
+def test_predicted_variance_knows_the_metric(kind):
+    """Tensors of different sizes make relative smoothing noisy: D^-1 u is long where u D w is large."""
+    x = Vector([torch.tensor(0.1), torch.empty(0), torch.full((4,), 2.0)])
+    w, estimates = torch.ones(5), []
+    for seed in range(400):
+        directions = Directions(x, kind, 3, seed=seed, smoothing=1.0, relative=True)
+        moved = directions.points([(j, 1.0) for j in range(3)]) - Vector(t.unsqueeze(0) for t in x)
+        coefficients = torch.cat([t.reshape(3, -1) for t in moved], 1) @ w / 3
+        estimates.append(torch.cat([t.flatten() for t in directions.combine(coefficients)]))
+    squares = (torch.stack(estimates) - w).square().sum(1) / w.dot(w)
+    assert abs(squares.mean() - directions.variance) < 4.5 * squares.std() / 400**0.5
+    assert directions.variance > 10
+
+
+def test_predicted_variance_ignores_empty_tensors():
+    x, empty = point(), torch.empty(0, 2)
+    for scale in ("unbiased", "none"):
+        plain, padded = (
+            Directions(Vector(t), "block_sphere", 2, seed=0, smoothing=1.0, scale=scale) for t in (x, [*x, empty])
+        )
+        assert padded.variance == pytest.approx(plain.variance)

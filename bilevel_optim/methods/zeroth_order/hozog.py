@@ -23,7 +23,8 @@ class HOZOG(ZerothOrder):
 
     *When.* The upper loss has no derivative (an error rate, a simulator), or x is small. *Needs* values of f and first
     derivatives of g in y. The whole hypergradient has relative variance (p + 1)/Q; with `PZOBO` only the indirect term
-    has. If f does not depend on x directly, the two agree to second order in :math:`\mu`.
+    has. If f does not depend on x directly, the means of the two agree to second order in :math:`\mu`, and so does each
+    estimate with central differences.
 
     *Cost per step*: N (Q + 1) lower gradients and Q + 1 values of f (2Q + 1 for central differences). *Draws*, memory,
     buffers and the live y: as `PZOBO`.

@@ -53,7 +53,9 @@ class PZOBO(ZerothOrder):
         smoothing: :math:`\mu > 0`, the step of a difference. For a smooth response the bias is
             :math:`O(\mu^2)`; the rounding error grows as :math:`1/\mu`. Default: 1e-2.
         smoothing_mode: ``"absolute"``, in units of x, or ``"relative"``, in units of the root mean square of each
-            tensor. Default: ``"absolute"``.
+            tensor, :math:`D_l`. The more these differ, the noisier is the second: for derivatives of similar size, p in
+            the variance becomes p times the mean of :math:`D^2` times that of :math:`D^{-2}` over the entries of x.
+            Default: ``"absolute"``.
         direction: distribution of :math:`u_j`. ``"gaussian"``, as in the paper; ``"sphere"``, uniform of norm
             :math:`\sqrt p`; ``"rademacher"``, entries of 1 and -1; ``"orthogonal"``, exact for a linear response when Q
             is a multiple of p; ``"block_sphere"``, each tensor uniform of norm 1. Default: ``"gaussian"``.
