@@ -190,6 +190,68 @@ def test_uncheckable_problems_say_so():
         bo.check_hypergradient(optimizer, *problem.losses, tasks=[1, 2])
 
 
+def test_a_lower_solver_is_called_as_in_a_step():
+    problem = Quadratic(6, 3, 5.0)
+
+    def solve():
+        problem.y[0].copy_(torch.linalg.solve(problem.A, problem.D @ problem.x[0] + problem.e))
+
+    before = values(problem.y)
+    optimizer = bo.AID(problem.x, problem.y, lr=0.1, lower_steps=0, linear_steps=6, lower_solver=solve)
+    assert bo.check_hypergradient(optimizer, *problem.losses).relative_error < 1e-10
+    assert same(values(problem.y), before)
+
+
+@pytest.mark.parametrize("reference", ["dense", "differences"])
+@pytest.mark.parametrize("decay", [1e-4, 1e-5])
+def test_differences_stay_where_the_lower_problem_has_a_solution(decay, reference):
+    """More features than examples: a negative weight decay has no solution, and their first steps lead there."""
+    features, held = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.tensor([decay], dtype=torch.float64, requires_grad=True)
+    y = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    gram = features.T @ features
+
+    def solve():
+        y.copy_(torch.linalg.solve(gram + x * torch.eye(6, dtype=x.dtype), features.sum(0)))
+
+    def upper():
+        return (held @ y).square().sum()
+
+    def lower():
+        return (features @ y - 1).square().sum() / 2 + x.sum() * y.square().sum() / 2
+
+    options = {"linear_solver": "direct", "lower_solver": solve}
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.01, lower_steps=0, **options)
+    report = bo.check_hypergradient(optimizer, upper, lower, reference=reference)
+    hessian = gram + decay * torch.eye(6, dtype=torch.float64)
+    solution = torch.linalg.solve(hessian, features.sum(0))
+    truth = -float(solution @ torch.linalg.solve(hessian, 2 * held.T @ held @ solution))
+    assert (report.verdict, report.norm) == ("right", pytest.approx(abs(truth), rel=1e-3))
+
+
+def test_what_only_the_absolute_tolerance_lets_pass_is_said():
+    x, y = (torch.full((2,), n, dtype=torch.float64, requires_grad=True) for n in (1.0, 0.0))
+    optimizer = bo.FirstOrder([x], [y], lr=0.1, lower_lr=0.5, lower_steps=30)
+    losses = lambda: 1e-9 * (y + 1).square().sum(), lambda: (y - x).square().sum()
+    report = bo.check_hypergradient(optimizer, *losses)
+    assert (report.verdict, report.relative_error) == ("right", 1.0)
+    assert report.advice.startswith("only atol = 1e-08 lets it pass")
+    with pytest.raises(bo.GradcheckError, match="FirstOrder leaves a part"):
+        bo.check_hypergradient(optimizer, *losses, atol=0)
+
+
+def test_steps_that_are_infinite_and_losses_that_are_nan_are_told():
+    x = torch.tensor([-1e-4], requires_grad=True)
+    y = torch.zeros(2, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_steps=50)
+    report = bo.check_hypergradient(
+        optimizer, lambda: (y - 1).square().sum(), lambda: ((x / 1e-4).exp() * y - 1).square().sum() + y.pow(4).sum()
+    )
+    assert report.relative_error_at_solution < 1e-3
+    with pytest.raises(bo.GradcheckError, match=r"the lower loss is nan at the present x"):
+        bo.check_hypergradient(optimizer, lambda: y.square().sum(), lambda: (y - x.sqrt()).square().sum())
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("reference", ["implicit", "differences"])
 def test_large_lower_problems_are_checked_without_a_dense_hessian(reference):
@@ -425,6 +487,7 @@ def test_kinks_and_noise_are_no_faults():
         ),
         (bo.F2SA, {"lower_steps": 60, "nu": 0.3}, "biased", r"nu = 0\.3: use another nu"),
         (bo.FirstOrder, {"lower_steps": 100}, "biased", SETTINGS),
+        (bo.ITD, {"lower_steps": 2}, "biased", "use more lower_steps"),
     ],
 )
 def test_a_report_says_in_three_lines_what_is_the_matter(cls, options, verdict, advice):

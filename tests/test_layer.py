@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
 from bilevel_optim.hypergradient import layer
@@ -109,6 +110,36 @@ def test_a_saddle_is_a_stationary_point_too_and_a_solver_of_ones_own_is_used():
     y = bo.solve(loss, x, torch.zeros(2), minimiser=own)
     assert asked == [0.0]
     torch.testing.assert_close(torch.autograd.grad(y, x, torch.tensor([1.0, 10.0]))[0], torch.tensor([0.5 - 10.0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "start"),
+    [
+        (lambda x, y: (y[0] * y[1] - 1 - x).square().sum(), torch.zeros(2)),
+        (lambda x, y: -(y - x).square().sum(), torch.ones(2)),
+    ],
+)
+def test_a_start_at_a_saddle_or_a_maximum_is_told(loss, start):
+    """The gradient is zero there, so descent stays."""
+    y = bo.solve(loss, torch.ones(1, requires_grad=True), start)
+    with pytest.warns(bo.BilevelWarning, match="y of solve is at a saddle or a maximum"):
+        y.sum().backward()
+
+
+def test_a_loss_that_changes_before_backward_is_told():
+    x, constant = torch.ones(2, requires_grad=True), torch.zeros(1)
+    y = bo.solve(lambda x, y: (y - x + constant).square().sum() + y.pow(4).sum(), x, torch.zeros(2))
+    y.sum().backward(retain_graph=True)
+    constant += 1
+    with pytest.warns(bo.BilevelWarning, match="the loss of solve has changed between solve and backward"):
+        y.sum().backward()
+
+
+def test_a_layer_under_a_checkpoint():
+    plain, x = start(), start()
+    bo.solve(ridge, plain, torch.zeros(4)).square().sum().backward()
+    checkpoint(lambda *x: bo.solve(ridge, x, torch.zeros(4)), *x, use_reentrant=False).square().sum().backward()
+    torch.testing.assert_close([t.grad for t in x], [t.grad for t in plain])
 
 
 def test_weight_normalisation_and_attention_have_the_derivatives_of_plain_operations():
@@ -678,6 +709,16 @@ def test_a_threshold_without_the_step_is_told():
             torch.ones(4, requires_grad=True),
             torch.zeros(4),
             proximal=lambda x, z, s: soft(z, 0.1 * x),
+        )
+
+
+def test_a_threshold_without_the_step_that_holds_y_at_zero_is_told():
+    with pytest.warns(bo.BilevelWarning, match="proximal does not fit its step: .* but 16 times of it by"):
+        bo.solve(
+            lambda x, y: (A @ y - TARGET).square().sum() / 2,
+            torch.ones(4, requires_grad=True),
+            torch.zeros(4),
+            proximal=lambda x, z, s: soft(z, 0.5 * x),
         )
 
 

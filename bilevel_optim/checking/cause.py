@@ -67,6 +67,12 @@ def cause(
             f"{own}the residual of the linear system is {unsolved:.2g} of its right-hand side: use more linear_steps, "
             "another linear_lr or linear_solver"
         )
+    left_out = figures.get("start_influence")
+    if left_out is not None and (share := float(torch.as_tensor(left_out).max())) > 0.1 * at_solution:
+        return (
+            f"{own}the differentiated lower steps leave out {share:.2g} of how y responds to x (see "
+            "diagnostics['start_influence']): use more lower_steps, a larger lower_lr, or a larger truncate (if set)"
+        )
     if not optimizer.declared.lower_steps:
         return (
             f"{own}{kind} is a single loop, whose estimate is good only after some steps: check again after more "

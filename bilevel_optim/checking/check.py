@@ -239,6 +239,11 @@ def _checked(
         verdict = "right"
     if verdict == "right":
         advice = "nothing to change" + (f"; {truth.doubt}" if truth.doubt else "")
+        if bias > tolerances[1] * norm + slack and norm:
+            advice = (
+                f"only atol = {tolerances[0]:.3g} lets it pass, because the hypergradient is as small as that (norm "
+                f"{norm:.3g}): pass a smaller atol if such values matter"
+            )
     elif verdict == "inconclusive":
         advice = _why_inconclusive(case, truth, bias > allowed + slack, 4 * standard_error, allowed)
     elif truth.faults:

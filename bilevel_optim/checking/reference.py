@@ -41,13 +41,14 @@ PATIENCE = 10  # last steps of a lower solve without progress; Newton steps do t
 PRODUCTS = 2000  # most products of a linear solve
 COARSE = 1e-3  # precision of types that are too coarse for differences
 FINER = 1 / 30  # factor of the step of differences if a kink is within reach
+SMALLER = 3  # times that this step becomes finer to stay where the lower problem has a solution
 WHY = (
     "So autograd's derivative of a loss is not that of the values that it returns: look in it for .detach(), .item(), "
     ".data, torch.no_grad(), or a custom backward that is wrong"
 )
 UNSOLVED = (
     "Add a penalty to the lower loss that makes it strongly convex (0.01 times the square of y), start y nearer to the "
-    "solution, scale y such that its curvatures are similar, or use float64"
+    "solution, scale y such that its curvatures are similar, or use float64. A solution at a kink (abs, max) has none"
 )
 MAX_BATCHES = 256  # most batches of an objective that represent its data
 # Derivatives of the losses that methods of each kind take.
@@ -303,7 +304,12 @@ class _Truth:
             self.clock.require("the lower problem was solved")
             self.clock.show(f"lower solve, step {50 * k}", k / 10)
             before = variables.clone()
-            solver.step(closure)  # type: ignore[no-untyped-call]
+            try:
+                solver.step(closure)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                if "overflow" not in str(error):
+                    raise
+                break  # the length of a step is infinite
             if all(map(torch.equal, before, variables)):
                 break
         # A line search is stopped by rounding errors of the value, at the root of the precision. Gradient steps of
@@ -466,7 +472,19 @@ class _Truth:
         return (rows + rows.T) / 2
 
     def directional(self, probe: Vector, solution: Vector, finer: float = 1.0) -> Slope:
-        """Return the derivative of f(x, y*(x)) along a direction, by fourth-order differences."""
+        """Return the derivative of f(x, y*(x)) along a direction, by fourth-order differences.
+
+        Where a step leads to an x without a lower solution (a negative weight decay), it becomes smaller.
+        """
+        for _ in range(SMALLER):
+            try:
+                return self._difference(probe, solution, finer)
+            except GradcheckError:
+                finer *= FINER
+        return self._difference(probe, solution, finer)
+
+    def _difference(self, probe: Vector, solution: Vector, finer: float) -> Slope:
+        """Return the derivative of f(x, y*(x)) along a direction, with steps of one size."""
         x, worst = self.oracle.x, 0.0
         epsilon = self._unit**0.2 * max(1.0, rms(x)) * finer
 
@@ -567,6 +585,11 @@ class _Truth:
             y = start
         for level, evaluate in (("upper", self.upper), ("lower", self.lower)):
             first, second = (float(evaluate(y)[0]) for _ in range(2))
+            if level == "lower" and not math.isfinite(first):
+                raise GradcheckError(
+                    f"there is no reference: the {self.oracle.session.called(level)} is {first} at the present x, "
+                    "where the lower solve starts. Check the data, x and y first"
+                )
             if abs(first - second) > 1e3 * self._unit * max(abs(first), abs(second)):
                 raise GradcheckError(
                     f"there is no reference: the {self.oracle.session.called(level)} is {first:.9g} and then "

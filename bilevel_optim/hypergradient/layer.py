@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ NEWTON, NEWTON_PRODUCTS = 5, 100
 FIRST_NEWTON = 20  # proximal steps before Newton's method is tried, and between two trials at least
 ROUNDING = 100  # times eps |y|: change of y in a proximal gradient step that rounding explains
 HALVINGS = 60  # of one proximal step
+LONGER = 16.0  # times the step, to see that a proximal function fits it
 UPHILL = 1e-6  # cosine with the gradient, below which a Newton step goes uphill by more than rounding
 UNSOLVED = 1e-2  # relative residual of the linear system, or error of y, from which the gradient is said to be wrong
 
@@ -130,6 +131,7 @@ def _solve(
     problem = _Problem(loss, proximal, len(xs), isinstance(x, Tensor), isinstance(y, Tensor), linear_steps)
     if steps is None:
         steps = 200 if proximal is None else 2000
+    problem.minimum = proximal is None and minimiser is None
     found = _minimise(problem, Vector(t.detach() for t in xs), ys, minimiser, steps, tol)
     results: tuple[Tensor, ...] = _Implicit.apply(problem, *xs, *found)
     return results[0] if isinstance(y, Tensor) else results
@@ -161,6 +163,8 @@ class _Problem:
         self.split, self.one_x, self.one_y = split, one_x, one_y
         self.step = 1.0
         self.fused = False  # whether the loss needs plain operations for its second derivative
+        self.accepted = inf  # norm of `root` at y, above which the loss is no longer that which was solved
+        self.minimum = False  # whether y should be a minimum: a solver of the user's may go to a saddle on purpose
 
     def structured(self, ys: Sequence[Tensor]) -> Any:
         return ys[0] if self.one_y else tuple(ys)
@@ -274,17 +278,20 @@ def _minimise(
             problem.step = system.least_step()
             system = _System(problem, xs, ys)
         first = float(_System(problem, xs, start).root.norm())
-        shorter = 0.0
-        if system.proximal:  # a proximal function changes y by no more if the step is shorter
-            problem.step /= 2
-            shorter = float(problem.root(xs, _variables(ys, False)).detach().norm())
-            problem.step *= 2
-    residual = float(system.root.norm())
+        residual, changes = float(system.root.norm()), dict[float, float]()
+        for factor in (0.5, LONGER) if system.proximal else ():
+            problem.step *= factor
+            changes[factor] = float(problem.root(xs, _variables(ys, False)).detach().norm())
+            problem.step /= factor
     scale = max(first, float((ys if system.proximal else system.hessian(ys)).norm()))
-    if shorter > max(limit * scale, 2 * residual):
+    # A proximal function changes y by no more if the step is shorter, and no more than in proportion if it is longer.
+    wrong = [k for k, change in changes.items() if change > max(1.0, k) * max(limit * scale, 2 * residual)]
+    problem.accepted = 2 * max(limit * scale, residual)
+    if wrong:
+        part = "half of it" if wrong[0] < 1 else f"{wrong[0]:g} times of it"
         warn(
-            f"proximal does not fit its step: a step of {problem.step:.2g} changes y by {residual:.2g}, but half of it "
-            f"by {shorter:.2g}, so y is wrong. A threshold, for example, must be multiplied by the step"
+            f"proximal does not fit its step: a step of {problem.step:.2g} changes y by {residual:.2g}, but {part} "
+            f"by {changes[wrong[0]]:.2g}, so y is wrong. A threshold, for example, must be multiplied by the step"
         )
     elif not residual <= limit * scale:
         measure = "a proximal gradient step changes y by" if system.proximal else "the gradient in y has norm"
@@ -412,9 +419,10 @@ class _Implicit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *b: Tensor) -> tuple[Tensor | None, ...]:
         problem, graph = ctx.problem, torch.is_grad_enabled()
-        v: tuple[Tensor, ...] = _Inverse.apply(problem, True, len(b), *b, *ctx.saved_tensors)
+        saved = ctx.saved_tensors  # read once, as torch's checkpoint demands
+        v: tuple[Tensor, ...] = _Inverse.apply(problem, True, len(b), *b, *saved)
         with torch.enable_grad():
-            tensors = _variables(ctx.saved_tensors, graph)
+            tensors = _variables(saved, graph)
             xs, ys = tensors[: problem.split], tensors[problem.split :]
             cross = _pulled(problem.root(xs, ys), xs, v, graph)
         needed = ctx.needs_input_grad[1 : 1 + len(xs)]
@@ -432,10 +440,21 @@ class _Inverse(torch.autograd.Function):
             system = _System(problem, xs, ys)
             v = system.solve(b, problem.linear_steps, transposed)
             left = float((b - system.product(v, transposed)).norm()) / (float(b.norm()) or 1.0)
-        if not left <= UNSOLVED:
+        if float(system.root.norm()) > problem.accepted:
+            warn(
+                "the loss of solve has changed between solve and backward (a module or a tensor that it reads), and y "
+                "does not solve the new one, so the gradient is wrong. Change them after backward"
+            )
+        elif not left <= UNSOLVED:
             warn(
                 f"the linear system of solve is not solved: its residual is {left:.2g} of its right-hand side, so the "
                 "gradient is wrong. Take more linear_steps, or a penalty on y in the loss if its Hessian is singular"
+            )
+        elif problem.minimum and float(v.dot(b)) < -UPHILL * float(v.norm() * b.norm()):
+            warn(
+                "y of solve is at a saddle or a maximum of the loss, not at a minimum: its curvature is negative along "
+                "a direction on which the result depends, so the gradient is that of a stationary point. Start y "
+                "elsewhere"
             )
         ctx.problem, ctx.transposed, ctx.n = problem, transposed, n
         ctx.save_for_backward(*v, *tensors[n:])
@@ -444,7 +463,8 @@ class _Inverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *b: Tensor) -> tuple[Tensor | None, ...]:
         problem, n, graph = ctx.problem, ctx.n, torch.is_grad_enabled()
-        v, others = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        saved = ctx.saved_tensors
+        v, others = saved[:n], saved[n:]
         u: tuple[Tensor, ...] = _Inverse.apply(problem, not ctx.transposed, n, *b, *others)
         with torch.enable_grad():
             tensors = _variables(others, graph)

@@ -253,6 +253,8 @@ class BilevelOptimizer(Method):
                 inputs = self._without_lookahead(inputs)
             if callable(start):
                 inputs, start = replace(inputs, lower_init=self._start_of(start, oracle.live_x, oracle.session)), None
+            elif start is None and tasks is None and self._lower_solver is not None:
+                start = self._solved_below()
             elif start is None and tasks is None and inputs.lower_init is not None:
                 begun = fresh_start(oracle.y, oracle.lower_names(), inputs.lower_init)
                 inputs, start = replace(inputs, start=begun), begun.detach()

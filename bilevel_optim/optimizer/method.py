@@ -591,6 +591,15 @@ class Method(Options, Optimizer, ABC):
         self._begun = None if init is None or start is None else (init, start)
         return put_back
 
+    def _solved_below(self) -> Vector:
+        """Return y as the user's functions write it before a step; the live y stays as it is."""
+        y = Vector(self.parameters("lower")).detach()
+        before = y.clone()
+        self._set_below()
+        self._begun, solved = None, y.clone()
+        y.copy_(before)
+        return solved
+
     def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:
         """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
         if not self._one_loss and self.check_finite:
