@@ -1,5 +1,6 @@
 """Claims and examples of the documents are run."""
 
+import random
 import re
 import sys
 from functools import partial
@@ -123,6 +124,28 @@ def test_resume_runs(namespace, tmp_path, monkeypatch):
             exec(save, namespace)
     exec(load, namespace)  # the checkpoint from before
     assert torch.equal(expected, go_on())
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_data_that_draw_from_python_need_its_random_state_too(saved, namespace, tmp_path):
+    class Jittered(torch.utils.data.TensorDataset):
+        def __getitem__(self, i):
+            image, *rest = super().__getitem__(i)
+            return image + random.random(), *rest
+
+    namespace["train_loader"] = torch.utils.data.DataLoader(Jittered(*namespace["train"].tensors), 50, shuffle=True)
+    exec(BLOCKS["docs/start.md"][1].replace("range(50)", "range(3)"), namespace)
+    namespace["path"] = tmp_path / "run.pt"
+    save, load = BLOCKS["docs/howto/checkpoints.md"]
+    exec(save, namespace)
+    state = random.getstate()
+    namespace["optimizer"].step(namespace["upper"], namespace["lower"])
+    expected = namespace["weights"].detach().clone()
+    exec(load, namespace)
+    if saved:
+        random.setstate(state)
+    namespace["optimizer"].step(namespace["upper"], namespace["lower"])
+    assert torch.equal(expected, namespace["weights"]) is saved
 
 
 def test_tasks_run(namespace):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..problem.vector import Vector, any_sharded, is_sharded
 from .ranks import Ranks
 
-__all__ = ["Gathered", "Split", "require_no_exchange", "sharded_like"]
+__all__ = ["Gathered", "Split", "require_no_exchange", "sharded_like", "wraps_for_ranks"]
 
 
 class Split:
@@ -193,3 +193,8 @@ def require_no_exchange(module: nn.Module) -> None:
             "forward_sync_buffers=False (in older versions of torch broadcast_buffers=False), or call its .module in "
             "the losses"
         )
+
+
+def wraps_for_ranks(modules: Iterable[nn.Module]) -> bool:
+    """Return True if a module is a `DistributedDataParallel` of several processes."""
+    return any(isinstance(m, DistributedDataParallel) and dist.get_world_size(m.process_group) > 1 for m in modules)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.ranks import Ranks
-from ..distributed.sharding import Gathered
+from ..distributed.sharding import Gathered, wraps_for_ranks
 from ..errors import NonFiniteError, root_hint, warn
 from ..problem.objective import Sample
 from ..problem.vector import Vector, any_sharded
@@ -415,6 +415,14 @@ class Session:
     def conclude(self, names: Callable[[], Sequence[str]]) -> None:
         """Raise if no loss has depended on an upper parameter; warn once of each dependency that is missing."""
         self.found.writes_seen = True
+        alone = self.options.ranks.alone and not self.buffers.complete and "process_group" not in self.warned
+        if alone and wraps_for_ranks(self.buffers.modules):
+            self.warned.add("process_group")
+            warn(
+                "a loss calls a DistributedDataParallel module, but the method has no process_group: a step does not "
+                "run the wrapper's reductions, so each process uses its own data alone, and x and y drift apart; pass "
+                "process_group=torch.distributed.group.WORLD to the method"
+            )
         for i in self.never_reached or ():  # the lower loss reached them in the first step
             if (key := f"unreached {i}") not in self.warned:
                 self.warned.add(key)
@@ -461,7 +469,13 @@ class Session:
         return loss
 
     def independent(self, level: str) -> str:
-        """Return the message about a loss that depends on nothing."""
+        """Return the message about a loss that depends on nothing, or no longer on y."""
+        if level == "lower" and self.found.reaches_lower:
+            return (
+                f"the {self.called(level)} depends on no lower parameter, although that of the first step did; check "
+                "that it does not detach, and if the module has new tensors in their place (after "
+                "load_state_dict(assign=True)), write into the old ones instead, or create a new optimizer"
+            )
         return (
             f"the {self.called(level)} depends on no parameter of this optimizer; check that it reads the live tensors,"
             " and that it does not detach, call .item() or run under torch.no_grad()"

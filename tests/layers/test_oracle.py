@@ -257,7 +257,7 @@ def test_a_loss_of_none_of_the_lanes_is_refused_one_by_one():
     *_, problem = many(False)
     problem.lower(problem.g.draw())
     problem.g.loss.loss = lambda one: one[0].sum()
-    with pytest.raises(ValueError, match="depends on no parameter"):
+    with pytest.raises(ValueError, match="depends on no lower parameter"):
         problem.lower(problem.g.draw())
 
 

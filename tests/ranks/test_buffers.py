@@ -58,3 +58,18 @@ def test_buffers_are_not_exchanged_in_forward_passes(tmp_path):
     for name, (x, updates) in results[0].items():
         assert results[1][name][0] == x
         assert updates == results[1][name][1] == 2
+
+
+def warned_without_a_group(rank):
+    """The processes have different data, and nothing averages over them."""
+    for method in METHODS.values():
+        x, net, upper, lower, options = made(rank, False)
+        optimizer = method([x], net.parameters(), **options)
+        with pytest.warns(bo.BilevelWarning, match=r"no process_group.* pass process_group="):
+            optimizer.step(upper, lower)
+        optimizer.step(upper, lower)  # once
+
+
+def test_a_wrapped_module_without_a_process_group_is_warned_of(tmp_path):
+    """Torch's own optimizers need no group there: the wrapper averages their gradients."""
+    assert together(2, tmp_path, warned_without_a_group) == dict.fromkeys(range(2))
