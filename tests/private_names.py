@@ -94,6 +94,12 @@ NAMES = [
         "nothing that is known",
     ),
     Name(
+        "._input_metadata",
+        "oracle/differentiable.py",
+        "to which type a cast in a graph changes values",
+        "a public type of what an operation returns",
+    ),
+    Name(
         "._version",
         "oracle/point.py problem/objective.py",
         "whether an evaluation writes into a parameter (an embedding with max_norm), or a loss into its batch",

@@ -174,6 +174,17 @@ def test_weight_normalisation_and_attention_have_the_derivatives_of_plain_operat
         torch.testing.assert_close(second[0], second[1])
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_start_or_a_gradient_that_is_not_contiguous(transposed):
+    """LBFGS flattens both without a copy; weights in channels_last are such a start."""
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    start = torch.zeros(2, 3).T if transposed else torch.zeros(3, 2)
+    y = bo.solve(lambda x, y: 2 * (y.T - x[:, None] / 2).square().sum(), x, start)
+    torch.testing.assert_close(y, (x / 2).expand(3, 2))
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((2,), 1.5))
+
+
 def test_a_batch_of_problems_is_a_sum():
     x = torch.linspace(0.5, 2, 5).requires_grad_()
     bo.solve(lambda x, y: (y.square() * x - y).sum(), x, torch.zeros(5)).sum().backward()  # y = 1 / (2x)

@@ -312,13 +312,13 @@ def _minimise(
 
 
 def _lbfgs(problem: _Problem, xs: Vector, start: Vector, steps: int) -> Vector:
-    ys = [t.clone().requires_grad_() for t in start]
+    ys = [t.clone(memory_format=torch.contiguous_format).requires_grad_() for t in start]  # LBFGS takes views
     descent = torch.optim.LBFGS(ys, max_iter=steps, tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         value, slope = problem.evaluate(xs, ys)
         for t, own in zip(ys, slope, strict=True):
-            t.grad = own
+            t.grad = own.contiguous()
         return value
 
     descent.step(closure)  # type: ignore[no-untyped-call]

@@ -94,9 +94,10 @@ def roots_in(loss: Tensor) -> tuple[str, ...]:
     return tuple(call for call, start in _ROOTS.items() if any(name.startswith(start) for name in names))
 
 
-def has_casts(loss: Tensor) -> bool:
-    """Return True if a loss's graph changes the type of values, perhaps to one of less precision (autocast)."""
-    return _has(loss, ("ToCopy",))
+def has_casts(loss: Tensor, unit: float) -> bool:
+    """Return True if a loss's graph changes values to a type whose rounding unit is larger (autocast)."""
+    kinds = [node._input_metadata[0].dtype for node in _nodes(loss) if node.name().startswith("ToCopy")]
+    return any(torch.finfo(kind).eps > unit for kind in kinds)
 
 
 def has_jumps(loss: Tensor) -> bool:
@@ -191,7 +192,10 @@ _PRODUCTS = {
     "rnn": ("CudnnRnn", "MkldnnRnn"),
 }
 
-_KINKED = ("Relu", "LeakyRelu", "Prelu", "Rrelu", "Hardtanh", "Hardswish", "Threshold", "MaxPool", "AdaptiveMaxPool")
+_KINKED = (
+    "Relu", "LeakyRelu", "Prelu", "Rrelu", "Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "MaxPool",
+    "AdaptiveMaxPool",
+)  # fmt: skip
 _ROOTS = {"norm": ("Norm", "LinalgVectorNorm"), "sqrt": ("Sqrt",)}
 _JUMPING = (
     "Abs", "Amax", "Amin", "Aminmax", "Ceil", "Clamp", "Cummax", "Cummin", "Floor", "Fmod", "FractionalMaxPool", "Frac",

@@ -200,6 +200,75 @@ def test_padding_rows_of_tasks(name):
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["AID", "F2SA", "differences"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_padding_row_that_the_upper_loss_moves(tied, name):
+    """Output weights tied to the embedding: differences over moved rows have another cross derivative."""
+    y, mix = nn.Parameter(torch.randn(4, 3, generator=seeded(8), dtype=D)), torch.randn(5, 3, dtype=D)
+    y.data[0] = 0
+    x, target = torch.tensor([0.5, 0.8, 0.3], dtype=D, requires_grad=True), torch.tensor([0, 1, 2, 0, 1])
+    lower = lambda: F.embedding(target, y, padding_idx=0).add(1).mul(x).sin().mean() + y.square().sum()  # noqa: E731
+    upper = lambda: F.cross_entropy(mix @ y[int(not tied) :].T, target)  # noqa: E731
+    options = {"hvp": "finite-difference"} if name == "differences" else {}
+    optimizer = (bo.F2SA if name == "F2SA" else bo.AID)([x], [y], lr=0.1, lower_lr=0.4, lower_steps=30, **options)
+    if tied and name != "AID":
+        with pytest.raises(bo.DerivativeError, match=r"padding row is moved.*right: exact products"):
+            optimizer.backward(upper, lower)
+        return
+    optimizer.backward(upper, lower)
+    rest = y[1:].detach().requires_grad_()
+    whole = lambda: torch.cat([torch.zeros(1, 3, dtype=D), rest])  # noqa: E731
+    other = x.detach().requires_grad_()
+    lower = lambda: F.embedding(target, whole()).add(1).mul(other).sin().mean() + rest.square().sum()  # noqa: E731
+    upper = lambda: F.cross_entropy(mix @ whole()[int(not tied) :].T, target)  # noqa: E731
+    bo.AID([other], [rest], lr=0.1, lower_lr=0.4, lower_steps=30, linear_steps=20).backward(upper, lower)
+    torch.testing.assert_close(x.grad, other.grad, rtol=1e-6, atol=1e-9)
+
+
+class Once(torch.autograd.Function):
+    """A cube whose gradient is right, but has no derivative."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.save_for_backward(y)
+        return y**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        return 3 * ctx.saved_tensors[0] ** 2 * gradient
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_each_tensor_is_judged_by_its_own_derivatives(scale, wrong):
+    """The large curvature of another tensor does not hide a wrong second derivative."""
+    x, far = torch.full((2,), 0.5, dtype=D, requires_grad=True), torch.zeros(20, dtype=D, requires_grad=True)
+    y = torch.tensor([0.3, 0.6], dtype=D, requires_grad=True)
+    cube = Once.apply if wrong else lambda y: y**3
+    lower = lambda: scale * (far - x.sum()).square().sum() + (y - x).square().sum() + cube(y).sum()  # noqa: E731
+    optimizer = bo.AID([x], [far, y], lr=0.1, lower_lr=0.1 / scale, lower_steps=1, linear_solver="direct")
+    if wrong:
+        with pytest.raises(bo.DerivativeError, match="second derivative in y"):
+            optimizer.backward(y.sum, lower)
+    else:
+        optimizer.backward(y.sum, lower)
+        assert "derivatives" not in optimizer.diagnostics
+
+
+@pytest.mark.parametrize("kind", [torch.float32, D, torch.complex128])
+def test_casts_to_a_type_of_more_precision_are_checked(kind):
+    x, y = torch.ones(2, dtype=D, requires_grad=True), torch.tensor([0.3, 0.6], dtype=D, requires_grad=True)
+    lower = lambda: ((y - x).square().sum() + Once.apply(y).sum()).to(kind).real.double()  # noqa: E731
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+    if kind == torch.float32:
+        optimizer.backward(y.sum, lower)
+        assert "less precision" in optimizer.diagnostics["derivatives"]
+    else:
+        with pytest.raises(bo.DerivativeError, match="second derivative in y"):
+            optimizer.backward(y.sum, lower)
+
+
 def test_spectral_norm_in_training_mode_only():
     torch.manual_seed(0)
     X, target = classification()

@@ -324,7 +324,7 @@ def warned(function, *arguments):
 def test_finite_differences_of_a_kinked_loss_are_warned_about():
     torch.manual_seed(0)
     X, t = torch.randn(40, 6), torch.randn(40, 1)
-    for activation, kinked in ((nn.ReLU, True), (nn.Tanh, False)):
+    for activation, kinked in ((nn.ReLU, True), (nn.Hardsigmoid, True), (nn.Tanh, False)):
         net = nn.Sequential(nn.Linear(6, 20), activation(), nn.Linear(20, 1))
         x = torch.zeros(1, requires_grad=True)
 
