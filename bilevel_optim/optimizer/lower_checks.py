@@ -55,6 +55,11 @@ class LowerChecks:
         """Return the lower optimizer made for a dummy parameter."""
         return probe(self.factory, self.lr)
 
+    @property
+    def accelerated(self) -> bool:
+        """True for `AGD`, which has no option of torch's SGD but the momentum."""
+        return self._shows("accelerated", lambda *made: isinstance(probe(*made), AGD))
+
     def require(self, kind: str) -> None:
         """Raise unless the optimizer is of this kind, a value of `MethodInfo.lower_optimizer`."""
         checks = {

@@ -704,11 +704,13 @@ class Method(Options, Optimizer, ABC):
         """Move x by torch's SGD if an upper group has options of it; refuse them where the method makes the steps."""
         if all(map(_NONE_OF_SGD, self.param_groups)) and all(map(_NONE_OF_SGD, added)):
             return  # as in most steps
+        accelerated = self._lower_checks.accelerated
         own_updates = {
             "upper": self.declared.upper_update and f"x: {self.declared.upper_update}",
-            "lower": "y" if self.declared.lower_optimizer == "none" else "",
+            "lower": "y" if self.declared.lower_optimizer == "none" else "y: Nesterov's method" if accelerated else "",
         }
-        moves_by_sgd = has_options_of_sgd((*self.param_groups, *added), own_updates, type(self).__name__)
+        known = ("momentum",) if accelerated else ()
+        moves_by_sgd = has_options_of_sgd((*self.param_groups, *added), own_updates, type(self).__name__, known)
         if moves_by_sgd and self._upper_factory is None:
             self._upper_factory, self._upper_rules = SGD, LowerRules(SGD)
 

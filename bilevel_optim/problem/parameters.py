@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Never, cast
 
@@ -145,20 +145,23 @@ def level_of(group: Any) -> str | None:
     return cast(str, level)
 
 
-def has_options_of_sgd(groups: Iterable[Mapping[str, Any]], own: Mapping[str, str], method: str) -> bool:
+def has_options_of_sgd(
+    groups: Iterable[Mapping[str, Any]], own: Mapping[str, str], method: str, known: Collection[str] = ()
+) -> bool:
     """Return True if an upper group has options of torch's SGD; raise if a method makes that level's steps itself.
 
     Args:
         groups: all parameter groups.
         own: by level: what the method moves itself; empty if an optimizer does.
         method: name of the method.
+        known: options that the method's own lower steps have too. Default: none.
     """
     found = False
     for group in groups:
         level = group["level"]
         for name in OF_SGD:
             if group.get(name):
-                if own[level]:
+                if own[level] and not (level == "lower" and name in known):
                     raise ValueError(
                         f"Invalid {name} value: {group[name]} ({method} has its own update of {own[level]}; leave "
                         f"{name} out of the {level} groups)"

@@ -201,6 +201,33 @@ def test_options_of_sgd_in_groups_are_refused_where_the_method_makes_the_steps()
         optimizer.step(lambda: y.square().sum(), lambda: (y - x).square().sum())
 
 
+@pytest.mark.parametrize("option", [{"weight_decay": 0.5}, {"maximize": True}, {"dampening": 0.5}])
+def test_options_that_nesterovs_method_lacks_are_refused_in_lower_groups(option):
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    rates = {"lr": 0.1, "lower_lr": 0.1, "lower_steps": 2}
+    message = f"Invalid {next(iter(option))} value: .*RAHGD has its own update of y: Nesterov's method"
+    with pytest.raises(ValueError, match=message):
+        bo.RAHGD([x], [{"params": [y], **option}], **rates)
+    optimizer = bo.RAHGD([x], [y], **rates)
+    optimizer.param_groups[1].update(option)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step(lambda: y.square().sum(), lambda: (y - x).square().sum())
+    of_sgd = bo.RAHGD([x], [{"params": [y], "nesterov": True, "momentum": 0.5}], lower_optimizer=SGD, **rates)
+    assert of_sgd.param_groups[1]["nesterov"]
+
+
+def _lower_end(group, **options):
+    """Return y after a step of RAHGD with these options of the lower group and of the optimizer."""
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.RAHGD([x], [{"params": [y], **group}], lr=0.1, lower_lr=0.1, lower_steps=3, **options)
+    optimizer.step(lambda: y.square().sum(), lambda: (y - x).square().sum())
+    return y.detach()
+
+
+def test_a_group_may_have_its_own_momentum_of_nesterovs_method():
+    assert torch.equal(_lower_end({"momentum": 0.5}), _lower_end({}, lower_momentum=0.5))
+
+
 def test_a_tensor_without_a_gradient_stays():
     optimizer, x, _, losses = quick(upper_optimizer=Adam)
     idle = torch.ones(1, requires_grad=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -63,7 +64,7 @@ class RecursiveOptimizer(BilevelOptimizer):
     lower_lr: InitVar[float] = option()
     lower_steps: int = fixed(default=0)
     beta: float | dict[str, float] = option(default=0.1)
-    floor: float = number(default=1e-3, above=0)
+    _floor: InitVar[float] = number(default=1e-3, above=0, alias="floor")
     beta_unit: str = choice("q", "absolute", default="q")
     averaging: float = number(default=1.0, above=0, most=1)
     ceilings: InitVar[dict[str, float] | None] = option(default=None)
@@ -109,9 +110,20 @@ class RecursiveOptimizer(BilevelOptimizer):
         """Return the variant (trackers, and the rule for d) and the choice of a step's tasks."""
 
     @property
+    def floor(self) -> float:
+        """Least eigenvalue of H, which may be assigned between steps."""
+        return self._trackers.floor
+
+    @floor.setter
+    def floor(self, value: float) -> None:
+        self._trackers = replace(self._trackers, floor=float(value))
+
+    @property
     def _weights(self) -> dict[str, float]:
         """Mixing weights by name."""
-        return cast("dict[str, float]", self.beta)
+        if isinstance(self.beta, dict):
+            return self.beta
+        return dict.fromkeys((*self._trackers.weighted, "d"), float(self.beta))  # a number that was assigned
 
     @property
     def _device(self) -> torch.device | None:
@@ -385,7 +397,7 @@ class RecursiveOptimizer(BilevelOptimizer):
                 return None
         elif clock[1:].any():
             return None
-        return tuple(self._weights.items())
+        return self.floor, *self._weights.items()
 
     def _why_eager(self, tasks: Any = None) -> str:
         """Return why the host must decide from values or from the step count; empty if it need not."""
