@@ -185,6 +185,83 @@ def test_a_start_or_a_gradient_that_is_not_contiguous(transposed):
     torch.testing.assert_close(x.grad, torch.full((2,), 1.5))
 
 
+class OnceDifferentiable(torch.autograd.Function):
+    """The cube, whose derivative torch takes for a constant in a second derivative."""
+
+    @staticmethod
+    def forward(ctx, t):
+        ctx.save_for_backward(t)
+        return t**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+def sparse_cube(y):
+    places = torch.tensor([[0, 1], [1, 0]])
+    return torch.sparse.mm(torch.sparse_coo_tensor(places, y, (2, 2)), torch.ones(2, 1, dtype=y.dtype)) ** 3
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("cube", [OnceDifferentiable.apply, sparse_cube], ids=["custom", "sparse"])
+def test_wrong_second_derivatives_are_refused(cube):
+    """With them the gradient would be 1, without a warning."""
+    x = torch.tensor([0.5, 0.9], dtype=torch.float64, requires_grad=True)
+
+    def solved(cube, **options):
+        def loss(x, y):
+            return cube(y).sum() / 3 + (y - x).square().sum() / 2
+
+        return bo.solve(loss, x, torch.full_like(x, 0.3), **options)
+
+    with pytest.raises(
+        bo.DerivativeError, match=r"the loss's second derivative in y.*Write the loss with other"
+    ) as caught:
+        solved(cube)
+    assert "hvp=" not in str(caught.value)  # which is an option of methods
+    y = solved(lambda y: y**3)
+    (right,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(right, 1 / (1 + 2 * y.detach()))
+    (wrong,) = torch.autograd.grad(solved(cube, check_derivatives=False).sum(), x)
+    torch.testing.assert_close(wrong, torch.ones_like(x))
+    torch.testing.assert_close(solved(cube, check_derivatives=False), y)
+
+
+@pytest.mark.filterwarnings("ignore:the lower problem of solve is not solved")
+@pytest.mark.parametrize("part", ["y", "x"])
+def test_wrong_derivatives_of_first_order_are_refused(part):
+    def loss(x, y):
+        a, b = (x.detach(), y) if part == "x" else (x, y.detach())
+        return (y - a).square().sum() / 2 + (b * y).square().sum()
+
+    x = torch.tensor([0.5, 0.9], dtype=torch.float64, requires_grad=True)
+    with pytest.raises(bo.DerivativeError):
+        bo.solve(loss, x, torch.full_like(x, 0.3))
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_the_derivative_of_a_projection_is_compared_with_differences(detached):
+    """The threshold of a projection onto the simplex depends on the point."""
+
+    def simplex(x, z, step):
+        u = (z.detach() if detached else z).sort(descending=True).values
+        level = (u.cumsum(0) - 1) / torch.arange(1, len(z) + 1)
+        return (z - level[(u > level).sum() - 1]).clamp_min(0)
+
+    def solved(x):
+        return bo.solve(lambda x, y: (y - x).square().sum() / 2, x, torch.full_like(x, 0.3), proximal=simplex)
+
+    x = torch.tensor([0.5, 0.9, -1.0], dtype=torch.float64, requires_grad=True)
+    if detached:
+        with pytest.raises(bo.DerivativeError, match="derivative of proximal"):
+            solved(x)
+        return
+    (slope,) = torch.autograd.grad(solved(x)[0], x)
+    torch.testing.assert_close(slope, torch.tensor([0.5, -0.5, 0.0], dtype=torch.float64))
+
+
 def test_a_batch_of_problems_is_a_sum():
     x = torch.linspace(0.5, 2, 5).requires_grad_()
     bo.solve(lambda x, y: (y.square() * x - y).sum(), x, torch.zeros(5)).sum().backward()  # y = 1 / (2x)

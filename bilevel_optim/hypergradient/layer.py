@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from ..errors import warn
+from ..errors import DerivativeError, warn
 from ..oracle.differentiable import has_fused, plain_operations
+from ..oracle.oracle import Oracle
+from ..oracle.probe import CLEAR_OF_KINKS, LOOK, SECOND, SEEDS, compare, direction, require_right
+from ..oracle.session import EvaluationOptions, Session
 from ..problem.parameters import require_gradients
 from ..problem.vector import Vector, coarsest
 from ..solvers import linear
@@ -29,6 +32,7 @@ ROUNDING = 100  # times eps |y|: change of y in a proximal gradient step that ro
 HALVINGS = 60  # of one proximal step
 LONGER = 16.0  # times the step, to see that a proximal function fits it
 UPHILL = 1e-6  # cosine with the gradient, below which a Newton step goes uphill by more than rounding
+TOLERANCE = 1e-2  # relative error of the derivative of a proximal function that does not matter
 UNSOLVED = 1e-2  # relative residual of the linear system, or error of y, from which the gradient is said to be wrong
 
 
@@ -42,6 +46,7 @@ def solve(
     steps: int | None = None,
     tol: float | None = None,
     linear_steps: int = 200,
+    check_derivatives: bool = True,
 ) -> Any:
     r"""Return the minimiser of a loss in y as a differentiable function of x.
 
@@ -55,7 +60,8 @@ def solve(
     others need new variables or a penalty. If the whole program is a bilevel problem, a method such as `AID` is
     cheaper, because it keeps y and v from step to step.
 
-    *Cost.* Forward: one gradient for each evaluation of the minimiser. Backward: one Hessian-vector product for each
+    *Cost.* Forward: one gradient for each evaluation of the minimiser; about four more, and two products, compare the
+    derivatives with differences. Backward: one Hessian-vector product for each
     iteration of MINRES (with ``proximal`` also two products with its derivative), and one cross derivative. No graph of
     the minimiser's iterations is kept. Derivatives of any order exist. *State*: none. *Draws*: none; a loss with random
     numbers has no fixed minimiser.
@@ -78,6 +84,8 @@ def solve(
             start or to y. Above it a `BilevelWarning` says that y is no minimiser. Default: None, which is the square
             root of the rounding error of y's dtype.
         linear_steps: largest number of iterations of MINRES. Default: 200.
+        check_derivatives: compare the derivatives of the loss, and that of ``proximal``, with differences. Default:
+            True.
 
     Returns:
         :math:`y^*`, a tensor or a tuple, as y was passed.
@@ -86,6 +94,7 @@ def solve(
         ValueError: if x or y holds no tensors, or y no real ones or no entries; if the loss is not a scalar, or does
             not depend on y; if the result of ``proximal`` has another form than y, or no graph.
         RuntimeError: under the transforms of ``torch.func``.
+        DerivativeError: if a derivative is wrong.
 
     Example:
         >>> import torch, bilevel_optim as bo
@@ -96,7 +105,7 @@ def solve(
         (tensor([6., 2.]), tensor([24.,  8.]))
     """
     call = _untraced if torch.compiler.is_dynamo_compiling() else _solve
-    return call(loss, x, y, proximal, minimiser, steps, tol, linear_steps)
+    return call(loss, x, y, proximal, minimiser, steps, tol, linear_steps, check_derivatives)
 
 
 def _solve(
@@ -108,6 +117,7 @@ def _solve(
     steps: int | None,
     tol: float | None,
     linear_steps: int,
+    check_derivatives: bool,
 ) -> Any:
     require_gradients()
     try:
@@ -132,9 +142,16 @@ def _solve(
     if steps is None:
         steps = 200 if proximal is None else 2000
     problem.minimum = proximal is None and minimiser is None
-    found = _minimise(problem, Vector(t.detach() for t in xs), ys, minimiser, steps, tol)
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # graphs of no concern to the user's (checkpoint)
+        found = _minimise(problem, Vector(t.detach() for t in xs), ys, minimiser, steps, tol)
+        if check_derivatives:
+            _check(problem, [t.detach() for t in xs], found, any([t.requires_grad for t in xs]))
     results: tuple[Tensor, ...] = _Implicit.apply(problem, *xs, *found)
     return results[0] if isinstance(y, Tensor) else results
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
 _untraced = _disable_dynamo(_solve)  # the iterations read numbers, and differentiate
@@ -309,6 +326,55 @@ def _minimise(
                 "Take more steps, float64, a minimiser of your own, or a smaller tol"
             )
     return ys
+
+
+def _check(problem: _Problem, xs: Sequence[Tensor], ys: Vector, differentiated: bool) -> None:
+    """Raise if a derivative that y, or its derivative, depends on is not that of the values."""
+    variables, y = _variables(xs, False), [t.clone().requires_grad_() for t in ys]
+    x = [t for t in variables if t.requires_grad and t.device == y[0].device]
+    with torch.enable_grad():
+        session = Session(options=EvaluationOptions(one_loss=True))
+        oracle = Oracle(x, y, Tensor.sum, lambda: problem.value(variables, y), session=session)
+        concerns = SECOND if differentiated and x else frozenset({"lower y", "lower yy"})
+        require_right(oracle, concerns if differentiated else frozenset({"lower y"}))
+        if differentiated and problem.proximal is not None:
+            _check_projection(problem, variables, ys)
+
+
+def _check_projection(problem: _Problem, xs: Sequence[Tensor], ys: Vector) -> None:
+    """Raise if the derivative of the proximal function, at the point where it gives y, is not that of its values."""
+    unit, free = coarsest(ys), [k for k, t in enumerate(xs) if t.requires_grad]
+    zs = _variables(ys - problem.evaluate(xs, _variables(ys, False))[1] * problem.step, False)
+    variables, result = [*(xs[k] for k in free), *zs], problem.project(xs, zs)
+    here = Vector(variables).detach()
+    step, noise = unit ** (1 / 3) * max(1.0, float(here.norm())), 4 * unit * float(result.detach().norm())
+
+    def value(along: Vector, weights: Vector, e: float) -> Tensor:
+        moved = here + along * e
+        own = dict(zip(free, moved, strict=False))
+        found = problem.project([own.get(k, t) for k, t in enumerate(xs)], moved[len(free) :])
+        return weights.dot(found)
+
+    def difference(along: Vector, weights: Vector, factor: float) -> Vector:
+        with torch.no_grad():
+            above, below = (value(along, weights, e) for e in (step * factor, -step * factor))
+        return Vector([(above - below).reshape(1) / (2 * step * factor)])
+
+    for seed in SEEDS:
+        weights, along = direction(ys, seed), direction(here, -seed)
+        slope = _pulled(result, variables, weights)
+        judged = compare(
+            Vector([slope.dot(along).reshape(1)]),
+            partial(difference, along, weights),
+            size=float(slope.norm()) / sum(t.numel() for t in slope) ** 0.5,
+            noise=noise / step,
+            tolerance=TOLERANCE,
+            clear=CLEAR_OF_KINKS,
+        )
+        if judged.outcome != "wrong":
+            return
+    remedy = f"Write it with operations of torch, and {LOOK}"
+    raise DerivativeError("derivative of proximal, compared with differences,", judged.error, "", remedy)
 
 
 def _lbfgs(problem: _Problem, xs: Vector, start: Vector, steps: int) -> Vector:

@@ -45,7 +45,10 @@ from .oracle import Oracle
 from .session import Session
 from .substitution import Substitution
 
-__all__ = ["FIRST", "JOINT", "SECOND", "Judgement", "check_derivatives", "compare"]
+__all__ = [
+    "CLEAR_OF_KINKS", "FIRST", "JOINT", "LOOK", "SECOND", "SEEDS", "Judgement", "check_derivatives", "compare",
+    "direction", "require_right",
+]  # fmt: skip
 
 # Derivatives of the losses that methods of each kind take: the loss and the variables.
 FIRST = frozenset({"upper x", "upper y", "lower y"})
@@ -70,10 +73,8 @@ NAMES = {
 }
 
 
-NO_REMEDY = (
-    "No option of the optimizer helps: write the loss with other operations of torch (plain Python instead of control "
-    "flow operators), and look in it for .detach(), .item(), .data, torch.no_grad() and custom backwards"
-)
+LOOK = "look in it for .detach(), .item(), .data, torch.no_grad() and custom backwards"
+REWRITE = f"Write the loss with other operations of torch (plain Python instead of control flow operators), and {LOOK}"
 
 
 class Judgement(NamedTuple):
@@ -156,6 +157,15 @@ def check_derivatives(session: Session, concerns: frozenset[str]) -> str:
     return "; ".join(opened)
 
 
+def require_right(oracle: Oracle, concerns: frozenset[str]) -> None:
+    """Raise `DerivativeError` if a derivative of the lower loss is wrong at the oracle's point.
+
+    For a loss that no method minimises. Random states are as before.
+    """
+    with numbers_kept(oracle.device):
+        _LossCheck("lower", oracle, oracle.g.draw(), oracle.session, alone=True).open(concerns)
+
+
 class _LossCheck:
     """The derivatives of one loss at one point, on one sample.
 
@@ -165,12 +175,20 @@ class _LossCheck:
         sample: the sample; of several parts, the first.
         session: the session of the step.
         mover: the same for f, if the method evaluates g at y that f has moved, and not only its derivatives at y.
+        alone: True if no method uses the loss, so that no option of one can help.
     """
 
     def __init__(
-        self, level: str, oracle: Oracle, sample: Sample, session: Session, mover: _LossCheck | None = None
+        self,
+        level: str,
+        oracle: Oracle,
+        sample: Sample,
+        session: Session,
+        mover: _LossCheck | None = None,
+        alone: bool = False,
     ) -> None:
         self.level, self.session, self.called, self.mover = level, session, session.called(level), mover
+        self.alone = alone
         self.oracle = _apart(oracle, session)
         one = sample if sample.parts is None else sample.parts[0]
         self.sample = one.wrapped(_itself)
@@ -213,7 +231,7 @@ class _LossCheck:
     def _place(self) -> None:
         """Move the point a little, as faults may not show where a gradient is zero; not to undefined values."""
         here = self.start = self.oracle
-        x, y = (t + _direction(t, 0) * (SHIFT * max(1.0, float(t.norm()))) for t in (here.x, here.y))
+        x, y = (t + direction(t, 0) * (SHIFT * max(1.0, float(t.norm()))) for t in (here.x, here.y))
         try:
             self._look(here.at(x, y))
         except Exception as error:  # a loss may be undefined there in any way; at the point of the step it has run
@@ -272,7 +290,7 @@ class _LossCheck:
 
     def _directions(self, seed: int) -> tuple[Vector, Vector]:
         """Return random directions in x and in y, without the rows that are held."""
-        both = [*_direction(self.x, seed), *_direction(self.y, seed)]
+        both = [*direction(self.x, seed), *direction(self.y, seed)]
         for i, row in self.held:
             both[i][..., row, :] = 0
         return Vector(both[: len(self.x)]), Vector(both[len(self.x) :])
@@ -409,7 +427,7 @@ class _LossCheck:
         if isinstance(self.sample.loss, LaneLoss):
             pairs = list(zip(*(self._first_tasks(self.sample.loss, way) for way in (True, False)), strict=True))
         else:
-            other = self.y + _direction(self.y, SEEDS[0]) * SHIFT
+            other = self.y + direction(self.y, SEEDS[0]) * SHIFT
             points = Copies(self.oracle, stack([self.y, other]))
             (values,), of_y = points.lower_slopes((self.level, self.sample, [1.0, 1.0]))
             _, of_x = points.upper_slope((self.level, self.sample, [1.0, 0.0]))
@@ -461,7 +479,8 @@ class _LossCheck:
     def _error(self, which: str, error: float) -> DerivativeError:
         """Return the error about a wrong derivative, with remedies that are right when tried."""
         tried = self._remedies(which)
-        remedy = f"Tried here and found right: {', or '.join(tried)}" if tried else NO_REMEDY
+        otherwise = REWRITE if self.alone else f"No option of the optimizer helps. {REWRITE}"
+        remedy = f"Tried here and found right: {', or '.join(tried)}" if tried else otherwise
         operations = self.operations + ["embedding, whose padding row is moved"] * (self.held != self.padding)
         return DerivativeError(NAMES[which].format(self.called), error, ", ".join(operations), remedy)
 
@@ -477,7 +496,7 @@ class _LossCheck:
                 tried.append(("exact products (AID with hvp='exact')", self._is_right_at_one_point))
         if which == "lanes":
             tried.append(("vectorize=False", partial(self._are_right, "x", "y")))
-        elif which in ("yy", "xy"):
+        elif which in ("yy", "xy") and not self.alone:
             tried.append(("hvp='finite-difference'", self._are_differences_right))
             if not self._of_tasks:
                 known = functools.cache(partial(self._are_right, "x", "y"))
@@ -545,7 +564,7 @@ def _apart(oracle: Oracle, session: Session) -> Oracle:
     return other
 
 
-def _direction(like: Sequence[Tensor], seed: int) -> Vector:
+def direction(like: Sequence[Tensor], seed: int) -> Vector:
     """Return a random unit vector from a generator of its own."""
     generator = torch.Generator().manual_seed(seed)
     normal = Vector(torch.randn(t.shape, generator=generator, device="cpu").to(t) for t in like)
