@@ -43,6 +43,12 @@ NAMES = [
         "likewise",
     ),
     Name(
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "hypergradient/layer.py",
+        "a checkpoint counts the tensors that graphs save; those of a check are none of its own",
+        "a public way to ask for the hooks that are on, or to leave them out",
+    ),
+    Name(
         "torch._C._len_torch_dispatch_stack",
         "compiled/alone.py",
         "modes of torch that an interrupt has left on in a trace",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import inf, isfinite
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import DerivativeError, warn
 from ..oracle.differentiable import has_fused, plain_operations
@@ -142,12 +143,19 @@ def _solve(
     if steps is None:
         steps = 200 if proximal is None else 2000
     problem.minimum = proximal is None and minimiser is None
-    with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # graphs of no concern to the user's (checkpoint)
-        found = _minimise(problem, Vector(t.detach() for t in xs), ys, minimiser, steps, tol)
-        if check_derivatives:
+    found = _minimise(problem, Vector(t.detach() for t in xs), ys, minimiser, steps, tol)
+    if check_derivatives:
+        with _no_hooks():
             _check(problem, [t.detach() for t in xs], found, any([t.requires_grad for t in xs]))
     results: tuple[Tensor, ...] = _Implicit.apply(problem, *xs, *found)
     return results[0] if isinstance(y, Tensor) else results
+
+
+def _no_hooks() -> AbstractContextManager[Any]:
+    """Return a context without the hooks of a checkpoint, which counts the tensors that graphs save and read."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()  # torch.func takes no hooks
+    return saved_tensors_hooks(_same, _same)
 
 
 def _same(t: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ loss :math:`g`, a random unit vector :math:`v` and a step :math:`\epsilon`,
     \nabla g^\top v \approx \frac{g(y + \epsilon v) - g(y - \epsilon v)}{2\epsilon}, \qquad
     \nabla^2 g\, v \approx \frac{\nabla g(y + \epsilon v) - \nabla g(y - \epsilon v)}{2\epsilon}.
 
-If they disagree, in all or in one tensor of y, a second difference, with a fourth of the step, shows how accurate
-differences are here. A derivative is wrong only if it is off by many times that, along three directions; kinks, noise
-and low precision leave it open.
+Tensors whose derivatives are much smaller than those of others are compared alone too. If the two disagree, in all or
+in one tensor of y, a second difference, with a fourth of the step, shows how accurate differences are here. A derivative is wrong
+only if it is off by many times that, along three directions; kinks, noise and low precision leave it open.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ CLEAR_OF_HIDDEN = 100.0  # the same for a loss with operations of unknown conten
 CLEAR_OF_KINKS = 1000.0  # the same for a loss with kinks; of n kinks crossed, the two differences share about sqrt(n)
 LANE_ROUNDING = 1e4  # rounding units that evaluations under vmap may differ by
 SEEDS = (1, 2, 3)
+HIDDEN = 1e-2  # ratio of derivatives below which one does not show in the sum of both
+MOST_GROUPS = 3  # most groups of such smaller ones
 SHIFT = 0.03  # relative distance from the point of the step at which derivatives are compared
 
 NAMES = {
@@ -275,7 +277,7 @@ class _LossCheck:
         """Leave padding rows out of all directions: their gradient is masked, and so is their second derivative.
 
         A row of y that another term of the lower loss moves is no constant of the lower problem, and stays in. So does
-        one that f moves, where differences over such moves stand for products.
+        one that f moves, where differences over such moves take the place of products.
         """
         self.held, split = self.padding, len(here.x)
         if self.level == "lower" and any(i >= split for i, _ in self.padding):
@@ -360,8 +362,8 @@ class _LossCheck:
             if f"{self.level} {name}" not in which:
                 continue
 
-            def difference(e: float, name: str = name, at: Vector = at, along: Vector = along) -> Vector:
-                if ends is not None:
+            def slope(e: float, along: Vector, name: str = name, at: Vector = at) -> Vector:
+                if ends is not None and along is along_y:
                     above, below = (value for value, _ in ends(e))
                 elif name == "x":
                     above, below = (self._value(x=at + along * t) for t in (e, -e))
@@ -369,7 +371,7 @@ class _LossCheck:
                     above, below = (self._value(y=at + along * t) for t in (e, -e))
                 return _number((above - below) / (2 * e))
 
-            found[name] = self._judged(_number(float(along.dot(gradient))), difference, at, gradient, abs(self.value))
+            found[name] = self._judged_along(along, slope, at, gradient, abs(self.value))
         return found
 
     def _product(
@@ -386,12 +388,41 @@ class _LossCheck:
     def _cross(self, product: Vector, gradient: Vector, along_x: Vector, along_y: Vector) -> Judgement:
         """Compare a cross product, along a direction in x, with differences over x of the gradient in y."""
 
-        def difference(e: float) -> Vector:
-            above, below = (self._gradient(self.x + along_x * t, self.y)[1] for t in (e, -e))
+        def slope(e: float, along: Vector) -> Vector:
+            above, below = (self._gradient(self.x + along * t, self.y)[1] for t in (e, -e))
             return _number(float(along_y.dot(above - below)) / (2 * e))
 
-        claimed = _number(float(along_x.dot(product)))
-        return self._judged(claimed, difference, self.x, product, float(gradient.norm()), self._clear())
+        return self._judged_along(along_x, slope, self.x, product, float(gradient.norm()), self._clear())
+
+    def _judged_along(
+        self,
+        along: Vector,
+        slope: Callable[[float, Vector], Vector],
+        at: Vector,
+        vector: Vector,
+        size: float,
+        clear: float = CLEAR,
+    ) -> Judgement:
+        """Compare a derivative along a direction with differences: of all tensors, then of those that hide in them."""
+
+        def judged(own: Vector, size: float, entries: Vector, longer: float = 1.0) -> Judgement:
+            claimed = _number(float(own.dot(vector)))
+            return self._judged(claimed, lambda e: slope(e * longer, own), at, entries, size, clear)
+
+        longer = self.unit ** (-1 / 6)  # because the values of a loss that cancels large numbers are not accurate
+        found = judged(along, size, vector)
+        if found.outcome == "wrong":
+            return (
+                found if judged(along, size, vector, longer).outcome == "wrong" else found._replace(outcome="unknown")
+            )
+        largest = max(size, float(vector.norm()) * float(at.norm()))  # of the numbers that are rounded
+        for group in _groups(vector)[1 : MOST_GROUPS + 1]:
+            own = Vector([t if i in group else torch.zeros_like(t) for i, t in enumerate(along)])
+            entries = Vector(vector[i] for i in group)
+            one = judged(own, largest, entries)
+            if one.outcome == "wrong" == judged(own, largest, entries, longer).outcome:
+                return one  # others are too small to be seen
+        return found
 
     def _judged(
         self,
@@ -562,6 +593,19 @@ def _apart(oracle: Oracle, session: Session) -> Oracle:
     other.session = Session.after(session, replace(session.options, hvp="exact"))
     other.checks, other.shared, other._features = other.session.checks, False, {}
     return other
+
+
+def _groups(vector: Vector) -> list[list[int]]:
+    """Return the places of tensors in groups of similar norms, the largest first."""
+    norms, found = (
+        torch.stack([t.norm().double().cpu() for t in vector]).tolist() if len(vector) else [],
+        list[list[int]](),
+    )
+    for i in sorted(range(len(norms)), key=lambda i: -norms[i]):
+        if not found or norms[i] < HIDDEN * norms[found[-1][0]]:
+            found.append([])
+        found[-1].append(i)
+    return found
 
 
 def direction(like: Sequence[Tensor], seed: int) -> Vector:

@@ -489,3 +489,53 @@ def test_parts_and_features_are_checked_too(accumulate, features):
 def test_other_options_than_true_and_false_are_refused():
     with pytest.raises(ValueError, match="Invalid check_derivatives value: 1"):
         bo.SOBA([torch.zeros(1, requires_grad=True)], [torch.zeros(1, requires_grad=True)], lr=1, check_derivatives=1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("", ""),
+        ("lower y", "lower loss's gradient in y"),
+        ("lower xy", "lower loss's second derivative in x and y"),
+        ("upper x", "upper loss's gradient in x"),
+        ("upper y", "upper loss's gradient in y"),
+    ],
+)
+def test_small_derivatives_do_not_hide_behind_large_ones(fault, text):
+    """Those of one tensor of each level are 1e4 times those of the other, in which a part is detached."""
+    large, small = [torch.randn(n, generator=seeded(n), dtype=torch.float64) for n in (5, 3)]
+    x = [large.clone().requires_grad_(), small.clone().requires_grad_()]
+    y = [large.flip(0).requires_grad_(), small.flip(0).requires_grad_()]
+
+    def held(level, t):
+        return t.detach() if level == fault else t
+
+    def g():
+        big = ((y[0] - x[0]).square() / 2 + y[0] ** 4 / 10).sum()
+        rest = y[1].square() / 2 + held("lower y", y[1]) * y[1] ** 3 - held("lower xy", x[1]) * x[1] * y[1]
+        return 1e4 * big + rest.sum()
+
+    def f():
+        big = ((y[0] - 1).square() + x[0].square()).sum()
+        return 1e4 * big + (held("upper y", y[1]) * y[1] ** 2 + held("upper x", x[1]) * x[1]).sum()
+
+    optimizer = bo.AID(x, y, lr=1e-6, lower_lr=1e-6, lower_steps=1)
+    if fault:
+        with pytest.raises(bo.DerivativeError, match=text):
+            optimizer.step(f, g)
+    else:
+        optimizer.step(f, g)
+        assert "derivatives" not in optimizer.diagnostics
+
+
+@pytest.mark.parametrize(("large", "small"), [(1e6, 1e-6), (1e8, 1e-4)])
+def test_losses_that_cancel_large_numbers_are_not_called_wrong(large, small):
+    """Their values are known to few digits only, and so are differences."""
+    x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.5, 0.1))
+
+    def f():
+        return large + small * ((y - 1).square().sum() + x.sin().sum()) - large
+
+    optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
+    for _ in range(2):
+        optimizer.step(f, lambda: (y - x).square().sum() / 2)
