@@ -27,6 +27,7 @@ from .method import Method
 from .options import FROM_ONE, explain_bad_call, signature_of
 from .step import CURVATURE, Start, replace
 from .transaction import SOLVER, Transaction, recalled
+from .upper_gradient import reference_to_gradient
 
 Result = TypeVar("Result")
 
@@ -222,6 +223,7 @@ class BilevelOptimizer(Method):
             losses: Tensor = self._captured.run(
                 upper, lower, tasks, steps, one=partial(self.step, upper, lower, tasks=tasks)
             )
+            self._run_state.spent = reference_to_gradient(self.param_groups[0]["params"])
             return losses
         return torch.cat([self.step(upper, lower, tasks=tasks).reshape(1) for _ in range(steps)])
 

@@ -111,7 +111,7 @@ from .transaction import (
     writes_of,
     writes_of_update,
 )
-from .upper_gradient import check_gradients
+from .upper_gradient import check_gradients, reference_to_gradient
 
 MOST_CHECKS = 16  # different losses of one optimizer whose derivatives are checked
 _NONE_OF_SGD = OF_SGD.keys().isdisjoint
@@ -279,6 +279,7 @@ class Method(Options, Optimizer, ABC):
             finally:
                 self._begun = None
             self._run_state.written = {}
+            self._run_state.spent = reference_to_gradient(self.param_groups[0]["params"]) if update else None
             self._watch_losses(loss, moves=update)
             if look:
                 self._watch_moves(float(loss), before)

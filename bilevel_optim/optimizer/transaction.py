@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 from torch.overrides import _pop_mode
+from torch.utils.weak import TensorWeakRef
 
 from ..errors import require_uninterrupted
 from ..hypergradient import Estimate
@@ -434,6 +435,7 @@ class RunState:
         trend: trend of lower solves.
         upper_trend: trend of the upper loss.
         written: version of each upper tensor at the end of `backward`, by id.
+        spent: a reference to a ``.grad`` of x that has moved it, in a step with losses.
         kinds: types of all parameters when the state was made.
     """
 
@@ -446,6 +448,7 @@ class RunState:
     trend: LowerTrend = field(default_factory=LowerTrend)
     upper_trend: UpperTrend = field(default_factory=UpperTrend)
     written: dict[int, int] = field(default_factory=dict)
+    spent: TensorWeakRef | None = None
     kinds: tuple[torch.dtype, ...] | None = None
 
     def follow(self, state: State, groups: Iterable[Mapping[str, Any]]) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from ..errors import warn
 from ..problem.objective import version_of
 from .transaction import RunState
 
-__all__ = ["check_gradients"]
+__all__ = ["check_gradients", "reference_to_gradient"]
 
 NO_GRADIENT = """step() without losses moves x by its .grad, but no upper parameter has one. A step is one of
 
@@ -28,10 +29,20 @@ MOVED = (
     "x has changed between backward() and step(): if another optimizer has made its step along .grad, leave out "
     "optimizer.step(), which moves x along it once more"
 )
+AGAIN = (
+    "step() without losses moves x once more along the hypergradient of the last step, which has moved it already. "
+    "Leave out one of the two. If a trainer calls step(), use optimizer.backward(upper_loss, lower_loss) before it"
+)
+
+
+def reference_to_gradient(x: Iterable[Tensor]) -> TensorWeakRef | None:
+    """Return a weak reference to the first ``.grad`` of x; None if there is none."""
+    grad = next((grad for t in x if (grad := t.grad) is not None), None)
+    return None if grad is None else TensorWeakRef(grad)
 
 
 def check_gradients(moved: Sequence[Tensor], run: RunState) -> None:
-    """Raise if no tensor of x has a ``.grad``; warn if `backward` has not set it, or if x has changed since.
+    """Raise if no tensor of x has a ``.grad``; warn if `backward` has not set it, or if it has moved x already.
 
     Args:
         moved: tensors of x that have one.
@@ -46,3 +57,7 @@ def check_gradients(moved: Sequence[Tensor], run: RunState) -> None:
     if changed_since and "moved twice" not in run.warned:
         run.warned.add("moved twice")
         warn(MOVED)
+    spent = None if run.spent is None else run.spent()
+    if spent is not None and any(t.grad is spent for t in moved) and "moved again" not in run.warned:
+        run.warned.add("moved again")
+        warn(AGAIN)

@@ -8,8 +8,9 @@ loss :math:`g`, a random unit vector :math:`v` and a step :math:`\epsilon`,
     \nabla^2 g\, v \approx \frac{\nabla g(y + \epsilon v) - \nabla g(y - \epsilon v)}{2\epsilon}.
 
 Tensors whose derivatives are much smaller than those of others are compared alone too. If the two disagree, in all or
-in one tensor of y, a second difference, with a fourth of the step, shows how accurate differences are here. A derivative is wrong
-only if it is off by many times that, along three directions; kinks, noise and low precision leave it open.
+in one tensor of y, a second difference, with a fourth of the step, shows how accurate differences are here. A
+derivative is wrong only if it is off by many times that, along three directions; kinks, noise and low precision leave
+it open.
 """
 
 from __future__ import annotations

@@ -192,6 +192,32 @@ def test_an_update_made_twice_is_reported():
         optimizer.step()
 
 
+@pytest.mark.parametrize("way", ["step", "run", "compiled run", "closure"])
+def test_a_step_along_the_gradient_of_a_whole_step_is_reported(way):
+    optimizer, f, g = made("SOBA", 0.01)
+    if way == "compiled run":
+        optimizer.compile(backend="eager")
+    whole = {
+        "step": lambda: optimizer.step(f, g),
+        "closure": lambda: optimizer.step(f, g),
+        "run": lambda: optimizer.run(f, g, steps=2),
+        "compiled run": lambda: optimizer.run(f, g, steps=12),
+    }[way]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole()
+        optimizer.zero_grad()
+        f().backward(inputs=optimizer.parameters("upper"))  # another gradient, perhaps in the same place
+        optimizer.step()
+        whole()
+        optimizer.backward(f, g)
+        optimizer.step()
+        if way != "closure":
+            whole()
+    with pytest.warns(bo.BilevelWarning, match="moves x once more along the hypergradient of the last step"):
+        optimizer.step(whole if way == "closure" else None)
+
+
 @pytest.mark.usually("steps", "dtype0-run-Adam")
 @pytest.mark.parametrize("upper_optimizer", [None, torch.optim.Adam])
 @pytest.mark.parametrize("way", ["steps", "compiled", "run"])
