@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..pytree import tree_leaves, tree_map
 from ..tracing import is_profiled, is_tracing, span
@@ -360,6 +361,12 @@ class Objective:
                 f"{[*saved]}, but this Objective has {'no data' if self.data is None else f'generators {[*own]}'}; "
                 "create its data as in the saved run"
             )
+        size = _batches_of(self.data)
+        if size is not None and state["position"] > size:
+            raise ValueError(
+                f"the state is that of other data: it was saved at batch {state['position']} of a pass, but the data "
+                f"of this Objective have {size} batches; create its data as in the saved run"
+            )
         self._resume(state.get("passes", 1), state["position"], state, state["present"])
 
     def _resume(self, passes: int, position: int, start: Mapping[str, Any], present: Mapping[str, Any]) -> None:
@@ -455,6 +462,14 @@ def _pass_of(data: Any) -> Any:
     if not getattr(data, "persistent_workers", False):
         return None
     return getattr(getattr(data, "_iterator", None), "_sampler_iter", None)
+
+
+def _batches_of(data: Any) -> int | None:
+    """Return the number of batches of a pass; None if it is not known for sure."""
+    known = isinstance(data, (list, tuple))
+    if isinstance(data, DataLoader):
+        known = not isinstance(data.dataset, IterableDataset)
+    return len(data) if known else None
 
 
 def _makes_new(data: Any) -> bool:

@@ -189,3 +189,17 @@ def test_buffers_advance_once_per_step_with_conjugate_gradients(row):
     with pytest.raises(bo.NonFiniteError):
         problem.run(optimizer)
     assert same(before, problem.buffers())
+
+
+@pytest.mark.parametrize("kind", [list, tuple, DataLoader])
+def test_a_position_beyond_the_end_of_other_data_is_refused(kind):
+    long, short = ([torch.tensor([float(k)]) for k in range(n)] for n in (5, 3))
+    saved = bo.Objective(torch.sum, kind(long))
+    for _ in range(4):
+        saved.draw()
+    other, same = (bo.Objective(torch.sum, kind(data)) for data in (short, long))
+    with pytest.raises(ValueError, match="saved at batch 4 of a pass, but the data of this Objective have 3 batches"):
+        other.load_state_dict(saved.state_dict())
+    assert torch.equal(other.draw().batch.flatten(), short[0])
+    same.load_state_dict(saved.state_dict())
+    assert torch.equal(same.draw().batch, saved.draw().batch)
