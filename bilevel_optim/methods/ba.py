@@ -61,7 +61,7 @@ class BA(AID):
         cost="as AID, T growing like k^(1/4)",
     )
 
-    lower_steps: float = number(above=0)  # type: ignore[assignment]  # an attribute that is rounded up
+    lower_steps: float = number(above=0, settable=False)  # type: ignore[assignment]  # an attribute that is rounded up
     growth: float = number(default=0.25, least=0)
     warm_start: bool = flag(default=False)
     linear_solver: str = fixed(default="cg")

@@ -72,6 +72,7 @@ class Option:
         alias: name of the argument, if it differs from the attribute's.
         init: False for an option that a subclass fixes, which is then not an argument.
         attribute: name of the attribute that holds it. None if there is none, because the annotation is an ``InitVar``.
+        settable: False if the constructor alone reads it. Then, and without an attribute, it cannot be set later.
         annotation: the argument's type.
     """
 
@@ -81,7 +82,29 @@ class Option:
     init: bool = True
     alias: str | None = None
     attribute: str | None = None
+    settable: bool = True
     annotation: str = ""
+
+
+class _Unsettable:
+    """An attribute that is set once, by the constructor, if at all: setting it later would have no effect."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        try:
+            return vars(instance)[self.name]
+        except (KeyError, TypeError):
+            raise AttributeError(f"{(owner or type(instance)).__name__} has no attribute {self.name!r}") from None
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        if self.name in vars(instance) or not type(instance)._options[self.name].attribute:
+            called = f"{type(instance).__name__}.{self.name}"
+            if self.name in ("lr", "lower_lr"):
+                raise AttributeError(f"{called} cannot be set: set group['lr'] in param_groups, or use a scheduler")
+            raise AttributeError(f"{called} cannot be set: only the constructor reads it; make a new optimizer")
+        vars(instance)[self.name] = value
 
 
 def option(
@@ -89,15 +112,16 @@ def option(
     default: Any = REQUIRED,
     check: Callable[[str, Any], None] | None = None,
     alias: str | None = None,
+    settable: bool = True,
     kw_only: bool = True,
 ) -> Any:
     """Declare an argument with a check of its own, or with the base class's check."""
-    return Option(check=check, default=default, alias=alias)
+    return Option(check=check, default=default, alias=alias, settable=settable)
 
 
 def fixed(*, default: Any, init: Literal[False] = False) -> Any:
     """Fix an argument of the base class, which the method then does not take."""
-    return Option(default=default, init=init)
+    return Option(default=default, init=init, settable=False)
 
 
 def number(
@@ -110,6 +134,7 @@ def number(
     optional: bool = False,
     saved: bool = False,
     alias: str | None = None,
+    settable: bool = True,
 ) -> Any:
     """Declare a real number larger than ``above``, at least ``least`` and at most ``most``; or None if ``optional``."""
 
@@ -126,7 +151,7 @@ def number(
     def check(name: str, value: Any) -> None:
         require(name, value, valid(value), wording)
 
-    return Option(check=check, default=default, saved=saved, alias=alias)
+    return Option(check=check, default=default, saved=saved, alias=alias, settable=settable)
 
 
 def count(*, default: Any = REQUIRED, least: int = 0, optional: bool = False, saved: bool = False) -> Any:
@@ -219,6 +244,9 @@ class Options:
             stored, annotation = kind == annotation, annotation if kind == annotation else kind.removesuffix("]")
             own[value.alias or name] = replace(value, attribute=name if stored else None, annotation=annotation)
             delattr(cls, name)
+        for name, value in own.items():
+            if not (value.attribute and value.settable) and not isinstance(getattr(cls, name, None), property):
+                setattr(cls, name, _Unsettable(name))
         cls._own_options = own
         cls._options = known = dict[str, Option]()
         for base in reversed(cls.__mro__):

@@ -32,7 +32,7 @@ class Accelerated(Restarted, BilevelOptimizer):
     momentum: InitVar[float] = option(default=0.9)
     restart_radius: InitVar[float | None] = option(default=None)
     restart_period: InitVar[int] = option(default=100)
-    lower_momentum: float = option(default=0.0)
+    lower_momentum: float = option(default=0.0, settable=False)
     lower_restart: str = choice("keep", "zero", default="keep")
     restart_steps: int | None = count(default=None, optional=True)
     lower_tol: float = number(default=0.0, least=0, finite=False)

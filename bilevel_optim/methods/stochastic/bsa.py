@@ -74,7 +74,7 @@ class BSA(NeumannMethod):
 
     _randomised = True
 
-    lower_steps: float = number(above=0)  # type: ignore[assignment]  # an attribute that is rounded up
+    lower_steps: float = number(above=0, settable=False)  # type: ignore[assignment]  # an attribute that is rounded up
     growth: float = number(default=0.5, least=0)
     linear_steps: int = count(default=10, least=1)
 

@@ -99,7 +99,7 @@ class BSVRB(RecursiveOptimizer):
 
     _VERSIONS: ClassVar = {1: Variant(Blocks, blockwise, rests=True), 2: Variant(Products, summed, rests=True)}
 
-    version: int = option(default=1, check=_is_version)
+    version: int = option(default=1, check=_is_version, settable=False)
     beta_unit: str = choice("q", "absolute", default="absolute")
     task_batch: int = count(default=10, least=1)
 

@@ -143,7 +143,7 @@ class RSVRB(RecursiveOptimizer):
     task_batch: int = count(default=10, least=1)
     probes: int | None = count(default=None, least=1, optional=True)
     probabilities: InitVar[Tensor | Sequence[float] | str | None] = option(default=None)
-    variant: str = option(default="self_normalised")
+    variant: str = option(default="self_normalised", settable=False)
 
     def _parts(self, options: dict[str, Any]) -> tuple[Variant, Drawing]:
         require_choice("variant", options["variant"], self._VARIANTS)

@@ -124,7 +124,7 @@ class SVRB(RecursiveOptimizer):
 
     _VARIANTS: ClassVar = {"faithful": Variant(Matrices, exact), "matrix_free": Variant(Products, summed)}
 
-    variant: str = option(default="faithful")
+    variant: str = option(default="faithful", settable=False)
 
     def _parts(self, options: dict[str, Any]) -> tuple[Variant, Drawing]:
         require_choice("variant", options["variant"], self._VARIANTS)
