@@ -26,8 +26,7 @@ from .lower_checks import probe
 from .method import Method
 from .options import FROM_ONE, explain_bad_call, signature_of
 from .step import CURVATURE, Start, replace
-from .transaction import SOLVER, Transaction, recalled
-from .upper_gradient import reference_to_gradient
+from .transaction import SOLVER, Transaction, recalled, reference_to_gradient
 
 Result = TypeVar("Result")
 

@@ -107,11 +107,12 @@ from .transaction import (
     Transaction,
     Turn,
     recalled,
+    reference_to_gradient,
     undo_of,
     writes_of,
     writes_of_update,
 )
-from .upper_gradient import check_gradients, reference_to_gradient
+from .upper_gradient import check_gradients, warn_of_spent
 
 MOST_CHECKS = 16  # different losses of one optimizer whose derivatives are checked
 _NONE_OF_SGD = OF_SGD.keys().isdisjoint
@@ -661,6 +662,7 @@ class Method(Options, Optimizer, ABC):
             update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
             transaction.commit(self._update_writes(moved, update, {}), undo_of(self.state, moved, inputs.lower))
         self._run_state.written = {}  # our own update has changed the versions
+        warn_of_spent(moved, self._run_state)
 
     @torch.no_grad()
     def _update_writes_after(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Action]:

@@ -121,7 +121,7 @@ def option(
 
 def fixed(*, default: Any, init: Literal[False] = False) -> Any:
     """Fix an argument of the base class, which the method then does not take."""
-    return Option(default=default, init=init, settable=False)
+    return Option(default=default, init=init)
 
 
 def number(
@@ -245,7 +245,8 @@ class Options:
             own[value.alias or name] = replace(value, attribute=name if stored else None, annotation=annotation)
             delattr(cls, name)
         for name, value in own.items():
-            if not (value.attribute and value.settable) and not isinstance(getattr(cls, name, None), property):
+            unsettable = value.init and not (value.attribute and value.settable)
+            if unsettable and not isinstance(getattr(cls, name, None), property):
                 setattr(cls, name, _Unsettable(name))
         cls._own_options = own
         cls._options = known = dict[str, Option]()
@@ -256,6 +257,10 @@ class Options:
                 known[argument] = replace(
                     value, check=value.check or last.check, saved=value.saved or last.saved, attribute=attribute
                 )
+
+    def __dir__(self) -> list[str]:
+        hidden = {name for own in type(self).__mro__ for name, value in vars(own).items() if type(value) is _Unsettable}
+        return sorted({*super().__dir__()} - (hidden - vars(self).keys()))
 
     def _checked_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the value of each option, checked.

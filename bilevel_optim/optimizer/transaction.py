@@ -44,6 +44,7 @@ __all__ = [
     "owned",
     "recalled",
     "recast",
+    "reference_to_gradient",
     "remember",
     "remember_solver",
     "remember_tables",
@@ -317,6 +318,12 @@ def set_gradients(x: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> No
         parameter.grad = gradient
 
 
+def reference_to_gradient(x: Iterable[Tensor]) -> TensorWeakRef | None:
+    """Return a weak reference to the first ``.grad`` of x; None if there is none."""
+    grad = next((grad for t in x if (grad := t.grad) is not None), None)
+    return None if grad is None else TensorWeakRef(grad)
+
+
 SOLVER = "lower_optimizer."  # prefix of the lower optimizer's entries
 UPPER_SOLVER = "upper_optimizer."  # prefix of the upper optimizer's entries
 SOLVERS = (SOLVER, UPPER_SOLVER)
@@ -450,6 +457,9 @@ class RunState:
     written: dict[int, int] = field(default_factory=dict)
     spent: TensorWeakRef | None = None
     kinds: tuple[torch.dtype, ...] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "spent": None}  # a copy has other tensors
 
     def follow(self, state: State, groups: Iterable[Mapping[str, Any]]) -> None:
         """Cast the state if parameters of the groups have been cast since (``module.float()``)."""

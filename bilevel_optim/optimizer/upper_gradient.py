@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from ..errors import warn
 from ..problem.objective import version_of
 from .transaction import RunState
 
-__all__ = ["check_gradients", "reference_to_gradient"]
+__all__ = ["check_gradients", "warn_of_spent"]
 
 NO_GRADIENT = """step() without losses moves x by its .grad, but no upper parameter has one. A step is one of
 
@@ -35,14 +34,8 @@ AGAIN = (
 )
 
 
-def reference_to_gradient(x: Iterable[Tensor]) -> TensorWeakRef | None:
-    """Return a weak reference to the first ``.grad`` of x; None if there is none."""
-    grad = next((grad for t in x if (grad := t.grad) is not None), None)
-    return None if grad is None else TensorWeakRef(grad)
-
-
 def check_gradients(moved: Sequence[Tensor], run: RunState) -> None:
-    """Raise if no tensor of x has a ``.grad``; warn if `backward` has not set it, or if it has moved x already.
+    """Raise if no tensor of x has a ``.grad``; warn if `backward` has not set it, or if x has changed since.
 
     Args:
         moved: tensors of x that have one.
@@ -57,7 +50,10 @@ def check_gradients(moved: Sequence[Tensor], run: RunState) -> None:
     if changed_since and "moved twice" not in run.warned:
         run.warned.add("moved twice")
         warn(MOVED)
+
+
+def warn_of_spent(moved: Sequence[Tensor], run: RunState) -> None:
+    """Warn if x has moved by a ``.grad`` that had moved it in a step with losses."""
     spent = None if run.spent is None else run.spent()
-    if spent is not None and any(t.grad is spent for t in moved) and "moved again" not in run.warned:
-        run.warned.add("moved again")
+    if spent is not None and any(t.grad is spent for t in moved):
         warn(AGAIN)
