@@ -93,10 +93,12 @@ class _Unsettable:
         self.name = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
         try:
             return vars(instance)[self.name]
-        except (KeyError, TypeError):
-            raise AttributeError(f"{(owner or type(instance)).__name__} has no attribute {self.name!r}") from None
+        except KeyError:
+            raise AttributeError(f"{type(instance).__name__} has no attribute {self.name!r}") from None
 
     def __set__(self, instance: Any, value: Any) -> None:
         if self.name in vars(instance) or not type(instance)._options[self.name].attribute:
