@@ -321,6 +321,8 @@ for name, symmetric in {"polar": False, "matrix_sqrth": True}.items():
 on_outputs("cdist", "Linear algebra", lambda o, z: torch.cdist(o, z))
 on_outputs("fft.rfft", "Linear algebra", lambda o, z: torch.fft.rfft(o).abs())
 on_outputs("sparse.mm", "Linear algebra", lambda o, z: torch.sparse.mm(BITS.to_sparse(), o.T @ z))
+on_outputs("sparse.mm, sparse values", "Linear algebra", lambda o, z: torch.sparse.mm(
+    torch.sparse_coo_tensor(torch.ones(6, 4).nonzero().T, o.flatten(), (6, 4)), z.T))  # fmt: skip
 on_outputs("cumprod", "Linear algebra", lambda o, z: o.cumprod(1))
 on_outputs("scatter_reduce, amax", "Linear algebra", lambda o, z: o.new_zeros(4, 4).scatter_reduce(
     0, LABELS[:, None].expand(6, 4), o, "amax", include_self=False))  # fmt: skip
