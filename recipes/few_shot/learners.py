@@ -331,7 +331,7 @@ SLOW: dict[str, Any] = {"lower_lr": 0.1}
 NEAR: dict[str, Any] = {**SLOW, "proximal": 2.0, "linear_steps": 3}
 
 # Plain steps of these sizes suit CNN4. They diverge with larger features, so they are divided by `Body.gain`.
-SCALED = ("anil", "maml", "fomaml", "imaml", "reptile")
+SCALED = ("anil", "maml", "fomaml", "fomaml-5", "imaml", "imaml-16", "reptile")
 
 # Class of each learner, and its arguments, with the method if it is a bilevel one.
 LEARNERS: dict[str, tuple[type[Learner], dict[str, Any]]] = {
@@ -351,9 +351,14 @@ LEARNERS: dict[str, tuple[type[Learner], dict[str, Any]]] = {
     ),
     "maml": (Adapting, {"method": bo.MAML, "momentum": 0.0, "options": ADAPT}),
     "fomaml": (Adapting, {"method": bo.FOMAML, "momentum": 0.0, "options": ADAPT}),
+    "fomaml-5": (Adapting, {"method": bo.FOMAML, "momentum": 0.0, "options": {**SLOW, "lower_steps": 5}}),
     "imaml": (
         Adapting,
         {"method": bo.iMAML, "momentum": 0.0, "options": {**NEAR, "lower_steps": 3}},
+    ),
+    "imaml-16": (
+        Adapting,
+        {"method": bo.iMAML, "momentum": 0.0, "options": {**NEAR, "lower_steps": 16, "linear_steps": 5}},
     ),
     "reptile": (Reptile, {"method": bo.FOMAML, "momentum": 0.0, "options": {**SLOW, "lower_steps": 5}}),
     "protonet": (Metric, {"head": "prototypes"}),
