@@ -3,11 +3,12 @@ r"""Features for a head with few labels, wrong labels or new classes: the case i
     python -m recipes.transfer                                   # scikit-learn's digits: minutes
     python -m recipes.transfer --data mnist --data-root DIR --steps 500 --labels 10 30 100
 
-A body is trained on many labelled images, then a linear head on its features with ``--labels`` other labels, by L-BFGS
-to the end. The table has the head's accuracy on test images. There are three cases:
+A body is trained on many labelled images, then a linear head on its features with ``--labels`` labels, by L-BFGS to
+the end. The table has the head's accuracy on test images. There are three cases:
 
 ``few``
-    The head's labels are few, and of the same ten classes. The bilevel methods train the body for this very set.
+    The head's labels are few, and of the same ten classes, drawn from the images that train
+    the body. The bilevel methods train the body for this very set.
 ``wrong``
     The same, but half of the head's labels are drawn at random.
 ``new``

@@ -56,7 +56,8 @@ class SOBA(SingleLoop):
         lower_lr: learning rate of y.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y and v at their last values. Default: True. (The first v is one step from zero,
-            :math:`\eta \nabla_y f`.)
+            :math:`\eta \nabla_y f`. With tasks every v is the first one, so the indirect term keeps a large error:
+            `AID` and `StocBiO` make several products for each task.)
         upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
             tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.

@@ -147,7 +147,7 @@ class AmIGO(BilevelOptimizer):
         lower_steps: lower steps per outer step.
         linear_steps: steps on the linear system. Default: 10.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
-        warm_start: start y and v at their last values. Default: True.
+        warm_start: start y and v at their last values. Default: True. With tasks, v starts from zero at every step.
         upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
             tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.
