@@ -451,6 +451,9 @@ class RunState:
     spent: TensorWeakRef | None = None
     kinds: tuple[torch.dtype, ...] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "spent": None}  # a weak reference cannot be pickled
+
     def follow(self, state: State, groups: Iterable[Mapping[str, Any]]) -> None:
         """Cast the state if parameters of the groups have been cast since (``module.float()``)."""
         parameters = [p for group in groups for p in group["params"]]
