@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import bilevel_optim as bo
 from bilevel_optim.hypergradient import layer
 
+from .problems import seeded
+
 A, B = torch.randn(2, 7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TARGET = B[:, 0]
 
@@ -260,6 +262,61 @@ def test_the_derivative_of_a_projection_is_compared_with_differences(detached):
         return
     (slope,) = torch.autograd.grad(solved(x)[0], x)
     torch.testing.assert_close(slope, torch.tensor([0.5, -0.5, 0.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("x", "proximal"),
+    [
+        ([0.0, 0.0, 0.0], lambda x, z, s: z.clamp(min=0)),
+        ([1.0, 1.0, 1.0], lambda x, z, s: z.clamp(0, 1)),
+        ([0.5, -0.5, 2.0], lambda x, z, s: z.sign() * (z.abs() - s).clamp(min=0)),
+        ([1.0, 0.0, 0.0], lambda x, z, s: z * (1 / z.norm()).clamp(max=1)),
+        ([1e-8, 3e-9, -2e-8], lambda x, z, s: z.sign() * (z.abs() - s * 1e-8).clamp(min=0)),
+    ],
+    ids=["bound", "box", "threshold", "ball", "tiny"],
+)
+def test_a_projection_at_a_kink_is_not_called_wrong(x, proximal, dtype):
+    x = torch.tensor(x, dtype=dtype, requires_grad=True)
+    y = bo.solve(lambda x, y: (y - x).square().sum(), x, torch.ones(3, dtype=dtype), proximal=proximal)
+    assert y.requires_grad
+
+
+def test_a_proximal_function_that_refuses_values_near_x_is_not_compared_there():
+    def shrink(x, z, step):
+        assert (x >= 0).all()
+        return z.sign() * (z.abs() - step * x).clamp(min=0)
+
+    x = torch.tensor([0.0, 0.1, 0.3], requires_grad=True)
+    y = bo.solve(lambda x, y: (y - 1).square().sum(), x, torch.zeros(3), proximal=shrink)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.full((3,), -0.5))
+
+
+def test_a_small_threshold_that_is_detached_is_found_beside_large_points():
+    x = torch.randn(40, generator=seeded(0), dtype=torch.float64).requires_grad_(), torch.tensor(1e-3).requires_grad_()
+
+    def shrink(x, z, step):
+        return z.sign() * (z.abs() - step * x[1].item()).clamp(min=0)
+
+    with pytest.raises(bo.DerivativeError, match="derivative of proximal"):
+        bo.solve(lambda x, y: (y - x[0]).square().sum(), x, torch.zeros(40), proximal=shrink)
+
+
+def test_a_kink_between_x_and_y_of_one_shape_is_not_called_wrong():
+    """The second derivative jumps where y = x, which is the solution."""
+    x = torch.tensor([0.5, -0.3, 1.0], requires_grad=True)
+    y = bo.solve(lambda x, y: torch.maximum(y - x, 2 * (x - y)).square().sum(), x, torch.zeros(3))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.ones(3))
+
+
+def test_complex_x_has_a_gradient():
+    x = torch.tensor([1 + 2j, -0.5 + 0.3j], dtype=torch.complex128, requires_grad=True)
+
+    def solved(x):
+        return bo.solve(lambda x, y: ((y - x.real * x.imag).square() + 0.1 * y**4).sum(), x, torch.zeros(2))
+
+    assert torch.autograd.gradcheck(solved, x)
+    assert torch.autograd.gradgradcheck(solved, x)
 
 
 def test_a_batch_of_problems_is_a_sum():

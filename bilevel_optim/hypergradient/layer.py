@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..errors import DerivativeError, warn
+from ..errors import DerivativeError, require_uninterrupted, warn
 from ..oracle.differentiable import has_fused, plain_operations
 from ..oracle.oracle import Oracle
-from ..oracle.probe import CLEAR_OF_KINKS, LOOK, SECOND, SEEDS, compare, direction, require_right
+from ..oracle.probe import CLEAR_OF_KINKS, LOOK, SECOND, SEEDS, SHIFT, Judgement, compare, direction, require_right
 from ..oracle.session import EvaluationOptions, Session
 from ..problem.parameters import require_gradients
 from ..problem.vector import Vector, coarsest
@@ -212,7 +212,10 @@ class _Problem:
             return self.evaluate(xs, ys, graph=True)
         found = torch.autograd.grad(value, tuple(ys), create_graph=graph, materialize_grads=True)
         if graph and self.proximal is None and not any(t.requires_grad for t in found):
-            raise ValueError("Invalid loss value: piecewise linear in y (its Hessian is zero, so y has no derivative)")
+            raise ValueError(
+                "Invalid loss value: piecewise linear in y, or of a backward that has no derivative (its Hessian is "
+                "zero, so y has no derivative)"
+            )
         return value.detach(), Vector(found)
 
     def project(self, xs: Sequence[Tensor], zs: Sequence[Tensor]) -> Vector:
@@ -339,7 +342,7 @@ def _minimise(
 def _check(problem: _Problem, xs: Sequence[Tensor], ys: Vector, differentiated: bool) -> None:
     """Raise if a derivative that y, or its derivative, depends on is not that of the values."""
     variables, y = _variables(xs, False), [t.clone().requires_grad_() for t in ys]
-    x = [t for t in variables if t.requires_grad and t.device == y[0].device]
+    x = [t for t in variables if t.requires_grad and t.is_floating_point() and t.device == y[0].device]
     with torch.enable_grad():
         session = Session(options=EvaluationOptions(one_loss=True))
         oracle = Oracle(x, y, Tensor.sum, lambda: problem.value(variables, y), session=session)
@@ -350,39 +353,52 @@ def _check(problem: _Problem, xs: Sequence[Tensor], ys: Vector, differentiated: 
 
 
 def _check_projection(problem: _Problem, xs: Sequence[Tensor], ys: Vector) -> None:
-    """Raise if the derivative of the proximal function, at the point where it gives y, is not that of its values."""
-    unit, free = coarsest(ys), [k for k, t in enumerate(xs) if t.requires_grad]
-    zs = _variables(ys - problem.evaluate(xs, _variables(ys, False))[1] * problem.step, False)
-    variables, result = [*(xs[k] for k in free), *zs], problem.project(xs, zs)
-    here = Vector(variables).detach()
-    step, noise = unit ** (1 / 3) * max(1.0, float(here.norm())), 4 * unit * float(result.detach().norm())
+    """Raise if the derivative of the proximal function, near the point where it gives y, is not that of its values."""
+    free = [k for k, t in enumerate(xs) if t.requires_grad and t.is_floating_point()]
+    zs = ys - problem.evaluate(xs, _variables(ys, False))[1] * problem.step
+    here = Vector([*(xs[k] for k in free), *zs]).detach()
+    sizes, step = [float(t.norm()) or 1.0 for t in here], coarsest(here) ** (1 / 3)
+    parts = range(len(free)), range(len(free), len(here))
 
-    def value(along: Vector, weights: Vector, e: float) -> Tensor:
-        moved = here + along * e
-        own = dict(zip(free, moved, strict=False))
-        found = problem.project([own.get(k, t) for k, t in enumerate(xs)], moved[len(free) :])
-        return weights.dot(found)
+    def project(at: Sequence[Tensor]) -> Vector:
+        own = dict(zip(free, at, strict=False))
+        return problem.project([own.get(k, t) for k, t in enumerate(xs)], at[len(free) :])
 
-    def difference(along: Vector, weights: Vector, factor: float) -> Vector:
-        with torch.no_grad():
-            above, below = (value(along, weights, e) for e in (step * factor, -step * factor))
-        return Vector([(above - below).reshape(1) / (2 * step * factor)])
-
-    for seed in SEEDS:
-        weights, along = direction(ys, seed), direction(here, -seed)
+    def judged(at: Vector, part: range, seed: int) -> Judgement:
+        """Compare the derivative along a direction in x, or in z, with differences."""
+        variables = _variables(at, False)
+        result, weights = project(variables), direction(ys, seed)
+        along = Vector(t * sizes[k] * (k in part) for k, t in enumerate(direction(here, -seed)))
         slope = _pulled(result, variables, weights)
-        judged = compare(
+        own = Vector(slope[k] * sizes[k] for k in part)
+
+        def difference(factor: float) -> Vector:
+            with torch.no_grad():
+                above, below = (weights.dot(project(at + along * e)) for e in (step * factor, -step * factor))
+            return Vector([(above - below).reshape(1) / (2 * step * factor)])
+
+        return compare(
             Vector([slope.dot(along).reshape(1)]),
-            partial(difference, along, weights),
-            size=float(slope.norm()) / sum(t.numel() for t in slope) ** 0.5,
-            noise=noise / step,
+            difference,
+            size=float(own.norm()) / sum(t.numel() for t in own) ** 0.5,
+            noise=4 * coarsest(here) * float(result.detach().norm()) / step,
             tolerance=TOLERANCE,
             clear=CLEAR_OF_KINKS,
         )
-        if judged.outcome != "wrong":
-            return
-    remedy = f"Write it with operations of torch, and {LOOK}"
-    raise DerivativeError("derivative of proximal, compared with differences,", judged.error, "", remedy)
+
+    try:
+        at = Vector(t + d * (SHIFT * s) for t, d, s in zip(here, direction(here, 0), sizes, strict=True))
+        with torch.no_grad():
+            if not all([t.isfinite().all() for t in project(at)]):
+                at = here
+        outcomes = [[judged(at, part, seed) for seed in SEEDS] for part in parts if sum(here[k].numel() for k in part)]
+    except Exception as error:  # it may be undefined there in any way; at the point itself it has run
+        require_uninterrupted(error)
+        return
+    for found in outcomes:
+        if {one.outcome for one in found} == {"wrong"}:
+            remedy = f"Write it with operations of torch, and {LOOK}"
+            raise DerivativeError("derivative of proximal, compared with differences,", found[0].error, "", remedy)
 
 
 def _lbfgs(problem: _Problem, xs: Vector, start: Vector, steps: int) -> Vector:
@@ -476,8 +492,12 @@ def _pulled(slope: Vector, variables: Sequence[Tensor], v: Sequence[Tensor], gra
 def _variables(tensors: Sequence[Tensor], graph: bool) -> list[Tensor]:
     """Return aliases by which to differentiate: partial derivatives do not go through what a tensor was made of."""
     return [
-        t.view_as(t) if graph and t.requires_grad else t.detach().requires_grad_(t.is_floating_point()) for t in tensors
+        t.view_as(t) if graph and t.requires_grad else t.detach().requires_grad_(_has_derivative(t)) for t in tensors
     ]
+
+
+def _has_derivative(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
 
 
 class _Implicit(torch.autograd.Function):
@@ -546,4 +566,4 @@ class _Inverse(torch.autograd.Function):
             left, right = (v, u) if ctx.transposed else (u, v)
             product = _pulled(problem.root(xs, ys), ys, left, True)
             found = _pulled(product, tensors, right, graph)
-        return None, None, None, *u, *(-t if t.is_floating_point() else None for t in found)
+        return None, None, None, *u, *(-t if _has_derivative(t) else None for t in found)

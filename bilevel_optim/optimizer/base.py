@@ -497,6 +497,11 @@ class BilevelOptimizer(Method):
         for name, attribute in self._saved_options.items():
             setattr(self, attribute, own["options"][name])
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch."""
+        super().zero_grad(set_to_none)
+        self._run_state.spent = None  # zeros are kept in the same tensors
+
     def __getstate__(self) -> dict[str, Any]:
         rules, upper_rules = self._new_rules()  # these are made again
         own = checkpoint.own_attributes(vars(self))

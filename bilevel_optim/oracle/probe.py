@@ -47,7 +47,7 @@ from .session import Session
 from .substitution import Substitution
 
 __all__ = [
-    "CLEAR_OF_KINKS", "FIRST", "JOINT", "LOOK", "SECOND", "SEEDS", "Judgement", "check_derivatives", "compare",
+    "CLEAR_OF_KINKS", "FIRST", "JOINT", "LOOK", "SECOND", "SEEDS", "SHIFT", "Judgement", "check_derivatives", "compare",
     "direction", "require_right",
 ]  # fmt: skip
 
@@ -63,6 +63,7 @@ CLEAR_OF_HIDDEN = 100.0  # the same for a loss with operations of unknown conten
 CLEAR_OF_KINKS = 1000.0  # the same for a loss with kinks; of n kinks crossed, the two differences share about sqrt(n)
 LANE_ROUNDING = 1e4  # rounding units that evaluations under vmap may differ by
 SEEDS = (1, 2, 3)
+OTHER = 4  # added to the seeds for x, so that x and y of one shape do not move together
 HIDDEN = 1e-2  # ratio of derivatives below which one does not show in the sum of both
 MOST_GROUPS = 3  # most groups of such smaller ones
 SHIFT = 0.03  # relative distance from the point of the step at which derivatives are compared
@@ -234,7 +235,7 @@ class _LossCheck:
     def _place(self) -> None:
         """Move the point a little, as faults may not show where a gradient is zero; not to undefined values."""
         here = self.start = self.oracle
-        x, y = (t + direction(t, 0) * (SHIFT * max(1.0, float(t.norm()))) for t in (here.x, here.y))
+        x, y = (t + direction(t, k) * (SHIFT * max(1.0, float(t.norm()))) for t, k in ((here.x, OTHER), (here.y, 0)))
         try:
             self._look(here.at(x, y))
         except Exception as error:  # a loss may be undefined there in any way; at the point of the step it has run
@@ -293,7 +294,7 @@ class _LossCheck:
 
     def _directions(self, seed: int) -> tuple[Vector, Vector]:
         """Return random directions in x and in y, without the rows that are held."""
-        both = [*direction(self.x, seed), *direction(self.y, seed)]
+        both = [*direction(self.x, seed + OTHER), *direction(self.y, seed)]
         for i, row in self.held:
             both[i][..., row, :] = 0
         return Vector(both[: len(self.x)]), Vector(both[len(self.x) :])

@@ -539,3 +539,14 @@ def test_losses_that_cancel_large_numbers_are_not_called_wrong(large, small):
     optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
     for _ in range(2):
         optimizer.step(f, lambda: (y - x).square().sum() / 2)
+
+
+@pytest.mark.parametrize("name", ["AID", "SOBA"])
+def test_a_detached_cross_derivative_is_found_if_x_and_y_have_one_shape(name):
+    """Its error is a rotation, which no direction shows that is the same in x and in y."""
+    x, y = (torch.randn(2, generator=seeded(k), dtype=D).requires_grad_() for k in (1, 2))
+    turn = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=D)
+    with pytest.raises(bo.DerivativeError, match="second derivative in x and y"):
+        method(name, [x], [y]).step(
+            lambda: (y - 1).square().sum(), lambda: y.square().sum() / 2 - y @ (x + turn @ x.detach())
+        )

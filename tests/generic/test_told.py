@@ -1,5 +1,7 @@
 """Problems with x are reported once: a growing loss, a diverged run, an update made twice."""
 
+import io
+import pickle
 import warnings
 from functools import partial
 
@@ -342,3 +344,28 @@ def test_a_lower_parameter_that_one_evaluation_of_a_step_reaches_is_not_reported
         warnings.simplefilter("error")
         for _ in range(3):
             optimizer.step(lambda: (y[0] - 1).square().sum() + x.square().sum() + y[1].sum(), objective)
+
+
+def test_zeros_and_a_gradient_of_ones_own_after_a_whole_step_move_x_without_a_warning(recwarn):
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2)
+    for _ in range(2):
+        optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x).square().sum())
+        optimizer.zero_grad(set_to_none=False)
+        x.square().sum().backward()
+        optimizer.step()
+    assert not recwarn.list
+    optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x).square().sum())
+    with pytest.warns(bo.BilevelWarning, match="moves x once more"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("verb", ["step", "run"])
+def test_an_optimizer_is_pickled_and_saved_after_a_whole_step(verb):
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2)
+    options = {"steps": 2} if verb == "run" else {}
+    getattr(optimizer, verb)(lambda: (y - 1).square().sum(), lambda: (y - x).square().sum(), **options)
+    again = pickle.loads(pickle.dumps(optimizer))
+    torch.testing.assert_close(again.param_groups[0]["params"][0], x)
+    torch.save(optimizer, io.BytesIO())
