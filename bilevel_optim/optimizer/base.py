@@ -498,7 +498,7 @@ class BilevelOptimizer(Method):
             setattr(self, attribute, own["options"][name])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch."""
+        """Set gradients to None or to zero, the same as in torch."""
         super().zero_grad(set_to_none)
         self._run_state.spent = None  # zeros are kept in the same tensors
 
