@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import bilevel_optim as bo
 from bilevel_optim.hypergradient import layer
 
+from .faults.test_derivatives import Once
 from .problems import seeded
 
 A, B = torch.randn(2, 7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -187,27 +188,13 @@ def test_a_start_or_a_gradient_that_is_not_contiguous(transposed):
     torch.testing.assert_close(x.grad, torch.full((2,), 1.5))
 
 
-class OnceDifferentiable(torch.autograd.Function):
-    """The cube, whose derivative torch takes for a constant in a second derivative."""
-
-    @staticmethod
-    def forward(ctx, t):
-        ctx.save_for_backward(t)
-        return t**3
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return 3 * ctx.saved_tensors[0] ** 2 * grad
-
-
 def sparse_cube(y):
     places = torch.tensor([[0, 1], [1, 0]])
     return torch.sparse.mm(torch.sparse_coo_tensor(places, y, (2, 2)), torch.ones(2, 1, dtype=y.dtype)) ** 3
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("cube", [OnceDifferentiable.apply, sparse_cube], ids=["custom", "sparse"])
+@pytest.mark.parametrize("cube", [Once.apply, sparse_cube], ids=["custom", "sparse"])
 def test_wrong_second_derivatives_are_refused(cube):
     """With them the gradient would be 1, without a warning."""
     x = torch.tensor([0.5, 0.9], dtype=torch.float64, requires_grad=True)

@@ -469,7 +469,10 @@ def _batches_of(data: Any) -> int | None:
     known = isinstance(data, (list, tuple))
     if isinstance(data, DataLoader):
         known = not isinstance(data.dataset, IterableDataset)
-    return len(data) if known else None
+    try:
+        return len(data) if known else None
+    except TypeError:  # a sampler without a length
+        return None
 
 
 def _makes_new(data: Any) -> bool:

@@ -1,9 +1,11 @@
 """Resumes that were not exact: shared generators, persistent workers, states before a draw, first-step checks."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 import bilevel_optim as bo
 
@@ -203,3 +205,15 @@ def test_a_position_beyond_the_end_of_other_data_is_refused(kind):
     assert torch.equal(other.draw().batch.flatten(), short[0])
     same.load_state_dict(saved.state_dict())
     assert torch.equal(same.draw().batch, saved.draw().batch)
+
+
+def test_a_sampler_without_a_length_continues():
+    class Endless(Sampler):
+        def __iter__(self):
+            return itertools.cycle(range(5))
+
+    saved, other = (bo.Objective(torch.sum, DataLoader(torch.arange(5.0), sampler=Endless())) for _ in range(2))
+    for _ in range(7):
+        saved.draw()
+    other.load_state_dict(saved.state_dict())
+    assert torch.equal(other.draw().batch, saved.draw().batch)

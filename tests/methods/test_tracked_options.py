@@ -41,3 +41,11 @@ def test_a_number_may_be_assigned_to_beta(cls):
     names = ("V", "H") if cls is bo.STABLE else ("u", "v", "V", "H", "w", "d")
     expected = _end(cls, "beta", (0.1, dict.fromkeys((*names,), 0.7)))
     assert torch.equal(_end(cls, "beta", (0.1, 0.7)), expected)
+
+
+def test_an_assigned_floor_is_checked():
+    x, y = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    optimizer = bo.SVRB([x], [y], lr=0.1, lower_lr=0.1)
+    with pytest.raises(ValueError, match="Invalid floor value: -1"):
+        optimizer.floor = -1
+    assert optimizer.floor == 1e-3
