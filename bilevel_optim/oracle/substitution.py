@@ -66,10 +66,7 @@ class Substitution(TorchFunctionMode):
 
 _SEQUENCES = (list, tuple)
 # None: asked of the live tensor, because a loss may choose parameters by it, and values in a stack say no.
-_PLAIN: dict[Any, Callable[..., Any] | None] = {
-    Tensor.requires_grad.__get__: None,  # type: ignore[attr-defined]
-    Tensor.is_leaf.__get__: None,  # type: ignore[attr-defined]
-}
+_PLAIN: dict[Any, Callable[..., Any] | None] = {Tensor.requires_grad.__get__: None}  # type: ignore[attr-defined]
 _STACKED = {**FORMS, **_PLAIN}
 
 

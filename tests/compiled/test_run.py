@@ -98,10 +98,12 @@ def test_lists_are_drawn_at_once(cls, arguments, monkeypatch):
     monkeypatch.setattr(compiled_steps, "draw_random_inputs", lambda *given: single.append(1) or drawn(*given))
     count = []
 
-    def make():
+    def make(compiled=True):
         count.append(len(single))
         pairs = [(batch, batch.flip(0)) for batch in BATCHES]
-        optimizer, losses, x, y = problem(cls, pairs[:5], tuple(pairs[1:4]), generator=seeded(5), **arguments)
+        optimizer, losses, x, y = problem(
+            cls, pairs[:5], tuple(pairs[1:4]), compiled=compiled, generator=seeded(5), **arguments
+        )
         for objective, own in zip(losses, [o.loss for o in losses], strict=True):
             objective.loss = lambda pair, own=own: own(pair[0]) + 0.1 * own(pair[1])
         return optimizer, losses, x, y
@@ -111,6 +113,10 @@ def test_lists_are_drawn_at_once(cls, arguments, monkeypatch):
     assert at_once == 7  # all before one that is compared
     if cls is not bo.SOBA:
         assert len(single) - count[1] <= count[1] - count[0] - (at_once - 1)
+    torch.manual_seed(0)
+    optimizer, losses, x, y = make(compiled=False)
+    eager = ends(optimizer, losses, x, y, [optimizer.step(*losses).reshape(1) for _ in range(19)])
+    torch.testing.assert_close(run, eager, rtol=1e-9, atol=1e-12)  # random states and positions are whole numbers
 
 
 @pytest.mark.parametrize("kind", ["sum", "own data"])
