@@ -116,7 +116,7 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     @floor.setter
     def floor(self, value: float) -> None:
-        check = type(self)._options["floor"].check
+        check = self._options["floor"].check
         assert check is not None
         check("floor", value)
         self._trackers = replace(self._trackers, floor=float(value))
