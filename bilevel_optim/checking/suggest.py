@@ -324,11 +324,6 @@ class _Measured:
             self.spectrum = Spectrum(product, self.y, goes_on)
 
     @property
-    def sharpest(self) -> float:
-        """Largest curvature, of either sign."""
-        return max(abs(self.spectrum.largest), abs(self.spectrum.smallest), torch.finfo(self.y.dtype).tiny)
-
-    @property
     def convex(self) -> bool:
         """True if the smallest curvature is above rounding."""
         spectrum = self.spectrum
@@ -345,8 +340,9 @@ class _Measured:
     @property
     def nu(self) -> float:
         """Value of nu for F2SA that moves copies of y by a small part of its size, by its sharpest curvature."""
-        size = float(self.y.norm()) + float(self.slope.norm()) / self.sharpest
-        return SHIFT * self.sharpest * max(size, 1e-3) / max(self.pull, 1e-12)
+        sharpest = max(abs(self.spectrum.largest), abs(self.spectrum.smallest), torch.finfo(self.y.dtype).tiny)
+        size = float(self.y.norm()) + float(self.slope.norm()) / sharpest
+        return SHIFT * sharpest * max(size, 1e-3) / max(self.pull, 1e-12)
 
     def _lower_each(self, y: Tensor) -> list[Tensor]:
         at = self.oracle.at(lower=unflat(y, self.oracle.y))
