@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -40,8 +41,8 @@ class Accelerated(Restarted, BilevelOptimizer):
 
     def _arrange(self, options: dict[str, Any]) -> None:
         super()._arrange(options)
-        names = ("momentum", "restart_radius", "restart_period", "on_converged")
-        self._follow(Momentum(*(options[name] for name in names)))
+        names = [field.name for field in fields(Momentum) if field.name in options]
+        self._follow(Momentum(**{name: options[name] for name in names}))
         self._own_solver = options["lower_optimizer"] is None
         options["lower_optimizer"] = agd_or(options["lower_optimizer"], options["lower_momentum"])
 
@@ -120,10 +121,6 @@ class Perturbed(Accelerated):
     _size: InitVar[float] = option(default=1e-3, alias="perturbation")
     _at_first: InitVar[bool] = option(default=True, alias="perturb_initial")
     perturbation, perturb_initial = iteration_property("perturbation"), iteration_property("perturb_initial")
-
-    def _arrange(self, options: dict[str, Any]) -> None:
-        super()._arrange(options)
-        self.perturbation, self.perturb_initial = options["perturbation"], options["perturb_initial"]
 
 
 def _point(x: Vector, inputs: StepInputs) -> Position:
