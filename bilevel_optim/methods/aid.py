@@ -102,6 +102,7 @@ class AID(BilevelOptimizer):
         family="implicit",
         when="first choice where Hessian-vector products are affordable; memory does not grow with T",
         cost="T + 1 lower, 1 upper, Q hvp (+ 1 for a warm start, + 1 to check), 1 jvp; Q = linear_steps",
+        kept_by_tasks=("linear_solution",),
     )
 
     linear_solver: str = choice(*_SOLVE, default="cg")
