@@ -117,6 +117,10 @@ from .upper_gradient import check_gradients, warn_of_spent
 MOST_CHECKS = 16  # different losses of one optimizer whose derivatives are checked
 _NONE_OF_SGD = OF_SGD.keys().isdisjoint
 KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
+RECOMPUTED = (
+    "a loss seems to compute activations a second time, in backward, where torch.func.vmap does not reach them: leave "
+    "out torch.utils.checkpoint (or pass vectorize=False, if what it computes again does not read y)"
+)
 
 __all__ = ["Method"]
 
@@ -275,6 +279,8 @@ class Method(Options, Optimizer, ABC):
             except BaseException as error:
                 if put_back is not None and self._run_state.steps == done:  # else an interrupt has waited for the step
                     put_back()
+                if isinstance(error, RuntimeError) and "escaped from inside a function being vmapped" in str(error):
+                    raise RuntimeError(RECOMPUTED) from error
                 if not isinstance(error, NonFiniteError) or error.hint or not trend.above:
                     raise
                 raise NonFiniteError(

@@ -31,10 +31,6 @@ REENTRANT = (
     "a loss uses reentrant checkpointing, which torch supports only in backward(), and not in torch.autograd.grad, by "
     "which the optimizer differentiates it: pass use_reentrant=False to torch.utils.checkpoint"
 )
-RECOMPUTED = (
-    "a loss seems to compute activations a second time, in backward, where torch.func.vmap does not reach them: leave "
-    "out torch.utils.checkpoint (or pass vectorize=False, if what it computes again does not read y)"
-)
 STRIDED = torch.strided
 
 
@@ -268,8 +264,6 @@ class Point:
                 raise RuntimeError(CALLS_BACKWARD.format("loss")) from error
             if "use_reentrant" in str(error) or "Checkpointing is not compatible" in str(error):
                 raise ValueError(REENTRANT) from error
-            if "escaped from inside a function being vmapped" in str(error):
-                raise RuntimeError(RECOMPUTED) from error
             raise
         for gradient in found:
             if gradient is not None and gradient.layout is not STRIDED:
