@@ -18,14 +18,15 @@ from torch.overrides import TorchFunctionMode
 from ..problem.vector import coarsest
 
 __all__ = [
+    "FUSED",
+    "JUMPING",
+    "KINKED",
     "UnchunkedCrossEntropy",
     "all_arguments",
     "custom_operations",
     "explain_second",
+    "has",
     "has_casts",
-    "has_fused",
-    "has_jumps",
-    "has_kinks",
     "has_large_convolutions",
     "is_marked",
     "mark_graph",
@@ -33,6 +34,7 @@ __all__ = [
     "plain_operations",
     "plain_weight_norm",
     "products_of",
+    "reaches",
     "require_constant_weights",
     "roots_in",
     "working_unit",
@@ -78,14 +80,9 @@ def plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-def has_fused(loss: Tensor) -> bool:
-    """Return True if a loss's graph contains a fused operation whose second derivative is missing or wrong."""
-    return _has(loss, _FUSED)
-
-
-def has_kinks(loss: Tensor) -> bool:
-    """Return True if a loss's graph contains activations such as ReLU, at whose kinks differences of gradients fail."""
-    return _has(loss, _KINKED)
+def has(loss: Tensor, operations: tuple[str, ...]) -> bool:
+    """Return True if a loss's graph contains operations whose names begin like these."""
+    return any(node.name().startswith(operations) for node in _nodes(loss))
 
 
 def roots_in(loss: Tensor) -> tuple[str, ...]:
@@ -98,11 +95,6 @@ def has_casts(loss: Tensor, unit: float) -> bool:
     """Return True if a loss's graph changes values to a type whose rounding unit is larger (autocast)."""
     kinds = [node._input_metadata[0].dtype for node in _nodes(loss) if node.name().startswith("ToCopy")]
     return any(torch.finfo(kind).eps > unit for kind in kinds)
-
-
-def has_jumps(loss: Tensor) -> bool:
-    """Return True if a loss's graph contains other operations whose derivative may jump, such as abs, max and sort."""
-    return _has(loss, _JUMPING)
 
 
 def custom_operations(loss: Tensor) -> list[str]:
@@ -128,10 +120,6 @@ def has_large_convolutions(loss: Tensor, large: int) -> bool:
     return any(isinstance(t, Tensor) and t.device.type == "cpu" and t.numel() >= large for t in found)
 
 
-def _has(loss: Tensor, names: tuple[str, ...]) -> bool:
-    return any(node.name().startswith(names) for node in _nodes(loss))
-
-
 def mark_graph(loss: Any, outside: Sequence[Tensor]) -> object:
     """Mark the graph of a loss without that of other tensors; return what `is_marked` takes."""
     mark, others = object(), {node for t in outside for node in _nodes(t)}
@@ -143,25 +131,37 @@ def mark_graph(loss: Any, outside: Sequence[Tensor]) -> object:
 
 def is_marked(loss: Any, mark: object, leaves: Sequence[Tensor]) -> bool:
     """Return True if a loss's graph has a part of the graph that was marked, and that leads to one of these leaves."""
-    wanted = {id(t) for t in leaves}
     marked = [n for n in _nodes(loss) if n.metadata.get("bilevel_optim") is mark] if isinstance(loss, Tensor) else []
-    return any(id(getattr(node, "variable", None)) in wanted for node in _reached(marked))
+    return _leads_to(marked, leaves)
+
+
+def reaches(loss: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Return True if a loss's graph has one of these leaves (that of a compiled module has all its inputs)."""
+    if loss.grad_fn is None:
+        return any([loss is t for t in tensors])
+    return _leads_to([loss.grad_fn], tensors)
+
+
+def _leads_to(nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
+    wanted = {id(t) for t in leaves}
+    return any(id(getattr(node, "variable", None)) in wanted for node in _reached(nodes))
 
 
 def _nodes(loss: Tensor) -> Iterator[Any]:
     """Yield the operations in a loss's graph."""
-    return _reached([loss.grad_fn])
+    return _reached([] if loss.grad_fn is None else [loss.grad_fn])
 
 
 def _reached(stack: list[Any]) -> Iterator[Any]:
     """Yield these operations and those that they lead to."""
-    seen = set()
+    seen = {*stack}
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen:
-            yield node
-            seen.add(node)
-            stack += [parent for parent, _ in node.next_functions]
+        yield node
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
 
 
 def products_of(loss: Tensor) -> frozenset[str]:
@@ -192,18 +192,20 @@ _PRODUCTS = {
     "rnn": ("CudnnRnn", "MkldnnRnn"),
 }
 
-_KINKED = (
+# Activations, at whose kinks differences of gradients fail; and other operations whose derivative may jump.
+KINKED = (
     "Relu", "LeakyRelu", "Prelu", "Rrelu", "Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "MaxPool",
     "AdaptiveMaxPool",
 )  # fmt: skip
 _ROOTS = {"norm": ("Norm", "LinalgVectorNorm"), "sqrt": ("Sqrt",)}
-_JUMPING = (
+JUMPING = (
     "Abs", "Amax", "Amin", "Aminmax", "Ceil", "Clamp", "Cummax", "Cummin", "Floor", "Fmod", "FractionalMaxPool", "Frac",
     "GridSampler", "HingeEmbedding", "Kthvalue", "L1Loss", "Max", "Maximum", "Median", "Min", "Minimum",
     "MultiMargin", "MultilabelMargin", "Remainder", "Round", "Sgn", "Sign", "Softshrink", "Hardshrink", "Sort", "Topk",
     "Trunc", "Where",
 )  # fmt: skip
-_FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
+# Operations whose second derivative is missing or wrong.
+FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
 
 
 @contextmanager

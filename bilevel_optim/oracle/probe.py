@@ -32,11 +32,12 @@ from ..problem.tasks import select
 from ..problem.vector import Vector, as_variable, stack
 from .copies import Copies
 from .differentiable import (
+    JUMPING,
+    KINKED,
     UnchunkedCrossEntropy,
     custom_operations,
+    has,
     has_casts,
-    has_jumps,
-    has_kinks,
     padding_rows,
     products_of,
     working_unit,
@@ -260,7 +261,7 @@ class _LossCheck:
         self.draws = not all(map(torch.equal, before, default_state(oracle.device)))
         self.products, self.operations = products_of(loss), custom_operations(loss)
         self.casts = has_casts(loss, working_unit((*self.x, *self.y)))
-        self.kinks = has_kinks(loss) or has_jumps(loss)
+        self.kinks = has(loss, KINKED + JUMPING)
 
     def _padding_of_tasks(self, x: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Return the padding rows that the first task's loss holds constant, which stacks of tasks do not show."""

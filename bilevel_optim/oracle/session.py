@@ -22,6 +22,7 @@ from ..problem.vector import Vector, any_sharded
 from ..pytree import replace
 from ..tracing import is_tracing
 from .buffers import Buffers, Kept
+from .differentiable import reaches
 
 __all__ = ["COUNTERS", "Checks", "EvaluationOptions", "LossFacts", "LowerTrend", "Session", "as_scalar"]
 
@@ -153,7 +154,6 @@ class EvaluationOptions:
         hvp: ``"exact"`` or ``"finite-difference"`` second derivatives.
         ranks: ranks over which results are averaged.
         evaluation: context that puts given values in the place of live tensors. Default: `in_place`.
-        graphs_outlast: whether its graphs stay valid after the block that made them.
         one_loss: whether the user gave one loss for both levels, so that messages say "the loss".
         follows_curvature: whether learning rates of y follow the curvature of g.
         responds: whether the estimate relies on y's response to x in the lower loss.
@@ -163,7 +163,6 @@ class EvaluationOptions:
     hvp: str = "exact"
     ranks: Ranks = field(default_factory=Ranks)
     evaluation: Evaluation | None = None
-    graphs_outlast: bool = False
     one_loss: bool = False
     follows_curvature: bool = False
     responds: bool = True
@@ -501,23 +500,6 @@ def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
             "number, such as loss.abs() or loss.real"
         )
     return loss if loss.dim() == 0 else loss.reshape(())
-
-
-def reaches(loss: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Return True if a loss's graph has one of these leaves (that of a compiled module has all its inputs)."""
-    wanted = {id(t) for t in tensors}
-    if loss.grad_fn is None:
-        return id(loss) in wanted
-    seen, stack = set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if id(getattr(node, "variable", None)) in wanted:
-            return True
-        for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
-                seen.add(parent)
-                stack.append(parent)
-    return False
 
 
 def _itself(on: Any) -> Any:
