@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -129,26 +129,18 @@ def _pulled_back(
     rule: LowerRule, step: _Step, adjoint: Vector, memory_adjoint: list[dict[str, Tensor]]
 ) -> tuple[Vector, Vector, list[dict[str, Tensor]]]:
     """Return the adjoints before a step, and the step's part of the gradient in x."""
-
-    def through(system: LowerSystem) -> tuple[Vector, Vector, list[dict[str, Tensor]]]:
-        x: Sequence[Tensor]
-        with step.point.placed() if doors else nullcontext(((), ())) as (x, _):
+    session, x = step.point.session, Vector(())
+    doors = session.doors & {PROJECTION, OPTIONS}
+    with step.point.lower_system(step.sample) if step.system is None else nullcontext(step.system) as system:
+        with step.point.placed() if doors else nullcontext((x, x)) as (x, _):
             before, memory, slope, beside = update_vjp(
                 rule, step.point.y, step.memory, system.gradient, adjoint, memory_adjoint, x
             )
         cross, hvp = system.both(slope)
-        if doors:
-            session.note_reached(beside)
-            cross = cross + none_to_zeros(beside, cross)
-        return before + hvp, cross, memory
-
-    session = step.point.session
-    doors = session.doors & {PROJECTION, OPTIONS}
-
-    if step.system is not None:
-        return through(step.system)
-    with step.point.lower_system(step.sample) as system:
-        return through(system)
+    if doors:
+        session.note_reached(beside)
+        cross = cross + none_to_zeros(beside, cross)
+    return before + hvp, cross, memory
 
 
 def through_start(oracle: Oracle, start: Vector, adjoint: Vector) -> Vector:

@@ -19,7 +19,7 @@ from . import batched
 from .differentiable import custom_operations, products_of
 from .hooks import on_copies
 from .oracle import Oracle
-from .point import none_to_zeros
+from .point import afresh, none_to_zeros
 from .stacks import mapped
 from .substitution import Substitution
 
@@ -143,7 +143,7 @@ class Copies:
         at = [t[0] for t in (self.lower if self.upper is None else (*self.lower, *self.upper))]
         for level, samples, _ in terms:
             shared = isinstance(samples, Sample)
-            sample = samples if isinstance(samples, Sample) else _again(samples[0])
+            sample = samples if isinstance(samples, Sample) else afresh(samples[0])
             with self.oracle.placed():
                 batched.require_redirection(
                     self.oracle,
@@ -326,7 +326,7 @@ class Copies:
             shared, sample, batch = False, samples[0], _stacked_arguments(samples)
             features, are_stacks = None, False
             if wrt == "lower":
-                oracle.check_features(level, _again(sample))
+                oracle.check_features(level, afresh(sample))
         own_features = None if shared or sample.features is None else sample.features.loss
 
         leaves, structure = tree_flatten(features if are_stacks else batch)
@@ -393,10 +393,6 @@ def _sum(vectors: Sequence[Vector]) -> Vector:
     for vector in vectors[1:]:
         total = total + vector
     return total
-
-
-def _again(sample: Sample) -> Sample:
-    return Sample(sample.loss, sample.arguments, features=None if sample.features is None else sample.features.loss)
 
 
 def _can_be_stacked(samples: Samples) -> bool:

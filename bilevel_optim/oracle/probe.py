@@ -15,6 +15,7 @@ it open.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ from .differentiable import (
 )
 from .lanes import LaneLoss, stacked
 from .oracle import Oracle
+from .point import afresh
 from .session import Session
 from .substitution import Substitution
 
@@ -196,7 +198,7 @@ class _LossCheck:
         self.alone = alone
         self.oracle = _apart(oracle, session)
         one = sample if sample.parts is None else sample.parts[0]
-        self.sample = one.wrapped(_itself)
+        self.sample, self.of_tasks = copy.copy(one), isinstance(one.loss, LaneLoss)
         self.sample.once = False
         self.x, self.y = self.oracle.x, self.oracle.y
 
@@ -212,6 +214,7 @@ class _LossCheck:
             if self.casts:
                 return [f"{self.called} not checked: it changes values to a type of less precision"]
             self.unit = working_unit((*self.x, *self.y), self.products)
+            self.tolerance = 1e-3 if self.unit < 1e-12 else 1e-2
             if self.unit > COARSE:
                 return [f"{self.called} not checked: the precision is too low for differences (TF32)"]
             found = self._compared(concerns, SEEDS[0])
@@ -220,7 +223,7 @@ class _LossCheck:
                 again = self._compared(concerns, seed)
                 wrong &= {which for which, one in again.items() if one.outcome == "wrong"}
             doubtful = wrong or any(one.outcome == "unknown" for one in found.values())
-            if doubtful and not self._repeats():
+            if doubtful and self._value() != self._value():
                 return [f"{self.called} not checked: it returns another value each time"]
         except Exception as error:
             require_uninterrupted(error)
@@ -249,19 +252,16 @@ class _LossCheck:
     def _look(self, oracle: Oracle) -> None:
         """Evaluate at this point; note facts about the graph of the loss, and whether it draws random numbers."""
         self.oracle, self.x, self.y = oracle, oracle.x, oracle.y
-        again = Sample(self.sample.loss, self.sample.arguments)
-        again.features = (
-            None if self.sample.features is None else Sample(self.sample.features.loss, self.sample.arguments)
-        )
         before = default_state(oracle.device)
         with oracle.evaluating() as (x, y):
-            loss = oracle.value(self.level, again)
-            self.padding = self._padding_of_tasks(x) if self._of_tasks else padding_rows(loss, (*x, *y))
+            loss = oracle.value(self.level, afresh(self.sample))
+            self.padding = self._padding_of_tasks(x) if self.of_tasks else padding_rows(loss, (*x, *y))
         self.value = float(loss.detach())
         self.draws = not all(map(torch.equal, before, default_state(oracle.device)))
         self.products, self.operations = products_of(loss), custom_operations(loss)
         self.casts = has_casts(loss, working_unit((*self.x, *self.y)))
         self.kinks = has(loss, KINKED + JUMPING)
+        self.clear = CLEAR_OF_KINKS if self.kinks else CLEAR_OF_HIDDEN if self.operations else CLEAR
 
     def _padding_of_tasks(self, x: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Return the padding rows that the first task's loss holds constant, which stacks of tasks do not show."""
@@ -299,13 +299,6 @@ class _LossCheck:
         for i, row in self.held:
             both[i][..., row, :] = 0
         return Vector(both[: len(self.x)]), Vector(both[len(self.x) :])
-
-    @property
-    def _of_tasks(self) -> bool:
-        return isinstance(self.sample.loss, LaneLoss)
-
-    def _repeats(self) -> bool:
-        return self._value() == self._value()
 
     def _value(self, x: Vector | None = None, y: Vector | None = None) -> float:
         point = self.oracle.at(x, y)
@@ -386,7 +379,7 @@ class _LossCheck:
             (_, above), (_, below) = ends(e)
             return (above - below) * (0.5 / e)
 
-        return self._judged(product, difference, self.y, product, float(gradient.norm()), self._clear())
+        return self._judged(product, difference, self.y, product, float(gradient.norm()), self.clear)
 
     def _cross(self, product: Vector, gradient: Vector, along_x: Vector, along_y: Vector) -> Judgement:
         """Compare a cross product, along a direction in x, with differences over x of the gradient in y."""
@@ -395,7 +388,7 @@ class _LossCheck:
             above, below = (self._gradient(self.x + along * t, self.y)[1] for t in (e, -e))
             return _number(float(along_y.dot(above - below)) / (2 * e))
 
-        return self._judged_along(along_x, slope, self.x, product, float(gradient.norm()), self._clear())
+        return self._judged_along(along_x, slope, self.x, product, float(gradient.norm()), self.clear)
 
     def _judged_along(
         self,
@@ -443,7 +436,7 @@ class _LossCheck:
             lambda factor: difference(step * factor),
             size=float(vector.norm()) / math.sqrt(sum(t.numel() for t in vector)),
             noise=4 * self.unit * size / step,
-            tolerance=self._tolerance,
+            tolerance=self.tolerance,
             clear=clear,
         )
 
@@ -452,7 +445,7 @@ class _LossCheck:
         found = self.session.found
         if found.fallback is not None:
             return False
-        if self._of_tasks:
+        if self.of_tasks:
             return f"{self.level} tasks" in found.vmapped and self.oracle.lanes != 1
         return copies or f"{self.level} copies" in found.vmapped
 
@@ -477,14 +470,13 @@ class _LossCheck:
             ],
             default=0.0,
         )
-        if error <= self._tolerance:
+        if error <= self.tolerance:
             return Judgement("right", error)
         return Judgement("unknown" if self.draws or not math.isfinite(error) else "wrong", error)
 
     def _first_tasks(self, loss: LaneLoss, vectorize: bool) -> tuple[Vector, Vector, Vector]:
         """Return value and gradients of the sum of the first two tasks' losses, under vmap or one by one."""
-        base = _apart(loss.oracle, self.session)
-        base.session.options = replace(base.session.options, vectorize=vectorize)
+        base = _apart(loss.oracle, self.session, vectorize=vectorize)
         x = None if len(loss.leaves) == len(self.y) else Vector(t[:2] for t in self.x)
         few = stacked(base, Vector(t[:2] for t in self.y), x=x, shared_rng=loss.shared_rng)
         batch = select(self.sample.arguments[0], slice(0, 2))
@@ -493,13 +485,6 @@ class _LossCheck:
         else:
             value, in_x, in_y = few.lower_jointly(few.g.sample(batch))
         return Vector([value]), in_x, in_y
-
-    @property
-    def _tolerance(self) -> float:
-        return 1e-3 if self.unit < 1e-12 else 1e-2
-
-    def _clear(self) -> float:
-        return CLEAR_OF_KINKS if self.kinks else CLEAR_OF_HIDDEN if self.operations else CLEAR
 
     # ------------------------------------------------------------------------------------------------ messages
 
@@ -520,24 +505,24 @@ class _LossCheck:
 
     def _remedies(self, which: str) -> list[str]:
         """Return what to do instead, of that which is right when tried."""
-        tried: list[tuple[str, Callable[[], bool]]] = []
+        found = []
         if any("linear_cross_entropy" in name for name in self.operations):
-            tried.append(("F.linear_cross_entropy without options=", partial(self._is_right_unchunked, which)))
+            with UnchunkedCrossEntropy():
+                if self._are_right(which):
+                    found.append("F.linear_cross_entropy without options=")
         if self.held != self.padding:
-            zeros = "a padding row of zeros (weight[padding_idx] = 0 under torch.no_grad())"
-            tried.append((zeros, partial(self._is_right_without_padding, which)))
-            if self.mover is not None:
-                tried.append(("exact products (AID with hvp='exact')", self._is_right_at_one_point))
-        if which == "lanes":
-            tried.append(("vectorize=False", partial(self._are_right, "x", "y")))
-        elif which in ("yy", "xy") and not self.alone:
-            tried.append(("hvp='finite-difference'", self._are_differences_right))
-            if not self._of_tasks:
-                known = functools.cache(partial(self._are_right, "x", "y"))
-                tried.append(("F2SA", lambda: known() and self._are_right("lanes")))
-                tried.append(("F2SA with vectorize=False", known))
-        found = [name for name, test in tried if test()]
-        return [name for name in found if name != "F2SA with vectorize=False" or "F2SA" not in found]
+            if self._without_padding()._are_right(which):
+                found.append("a padding row of zeros (weight[padding_idx] = 0 under torch.no_grad())")
+            if self.mover is not None and self._is_right_at_one_point():
+                found.append("exact products (AID with hvp='exact')")
+        if which == "lanes" and self._are_right("x", "y"):
+            found.append("vectorize=False")
+        if which in ("yy", "xy") and not self.alone:
+            if self._are_differences_right():
+                found.append("hvp='finite-difference'")
+            if not self.of_tasks and self._are_right("x", "y"):
+                found.append("F2SA" if self._are_right("lanes") else "F2SA with vectorize=False")
+        return found
 
     def _are_right(self, *names: str) -> bool:
         """Return True if derivatives of first order are right, with copies under vmap if ``names`` include lanes."""
@@ -548,52 +533,36 @@ class _LossCheck:
         """Return True if products from differences of gradients are right, judged by the gradients' own derivative."""
         if self.kinks:
             return False
-        options = self.oracle.session.options
-        self.oracle.session.options = replace(options, hvp="finite-difference")
-        try:
-            found = self._compared(frozenset({"lower y", "lower x", "lower yy", "lower xy"}), SEEDS[0], False)
-            return all(one.outcome == "right" for one in found.values())
-        finally:
-            self.oracle.session.options = options
-
-    def _is_right_unchunked(self, which: str) -> bool:
-        """Return True if the derivative is right without chunks in the cross entropy."""
-        with UnchunkedCrossEntropy():
-            found = self._compared(frozenset({f"{self.level} {which}"}), SEEDS[0], which == "lanes")
-        return found[which].outcome == "right"
+        other = copy.copy(self)
+        other.oracle = _apart(self.oracle, self.oracle.session, hvp="finite-difference")
+        found = other._compared(frozenset({"lower y", "lower x", "lower yy", "lower xy"}), SEEDS[0])
+        return all(one.outcome == "right" for one in found.values())
 
     def _is_right_at_one_point(self) -> bool:
         """Return True if derivatives of second order are right where f does not move padding rows."""
-        before = self.mover, self.held
-        try:
-            self.mover = None
-            self._hold_padding(self.start)
-            return all(one.outcome == "right" for one in self._compared(SECOND, SEEDS[0]).values())
-        finally:
-            self.mover, self.held = before
+        other = copy.copy(self)
+        other.mover = None
+        other._hold_padding(self.start)
+        return all(one.outcome == "right" for one in other._compared(SECOND, SEEDS[0]).values())
 
-    def _is_right_without_padding(self, which: str) -> bool:
-        """Return True if the derivative is right where padding rows are zero, so that decay does not move them."""
-        before, y, split = (self.oracle, self.y, self.held), self.y.clone(), len(self.x)
+    def _without_padding(self) -> _LossCheck:
+        """Return the same check where padding rows are zero, so that decay does not move them."""
+        other, y, split = copy.copy(self), self.y.clone(), len(self.x)
         for i, row in self.padding:
             if i >= split:
                 y[i - split][..., row, :] = 0
-        try:
-            self.oracle, self.y = self.oracle.at(self.x, y), y
-            self._hold_padding(self.oracle)
-            found = self._compared(frozenset({f"{self.level} {which}"}), SEEDS[0], which == "lanes")
-            return found[which].outcome == "right"
-        finally:
-            self.oracle, self.y, self.held = before
+        other.oracle, other.y = self.oracle.at(self.x, y), y
+        other._hold_padding(other.oracle)
+        return other
 
 
 ORDER = ("y", "x", "lanes", "yy", "xy")  # a wrong gradient is the cause of wrong products
 
 
-def _apart(oracle: Oracle, session: Session) -> Oracle:
+def _apart(oracle: Oracle, session: Session, *, hvp: str = "exact", **options: Any) -> Oracle:
     """Return an oracle at the same point with bookkeeping of its own, whose ranks do not wait for each other."""
     other = oracle.at()
-    other.session = Session.after(session, replace(session.options, hvp="exact"))
+    other.session = Session.after(session, replace(session.options, hvp=hvp, **options))
     other.checks, other.shared, other._features = other.session.checks, False, {}
     return other
 
@@ -620,7 +589,3 @@ def direction(like: Sequence[Tensor], seed: int) -> Vector:
 
 def _number(value: float) -> Vector:
     return Vector([torch.tensor([value], dtype=torch.float64, device="cpu")])
-
-
-def _itself(loss: Callable[..., object]) -> Callable[..., object]:
-    return loss
