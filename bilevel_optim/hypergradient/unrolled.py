@@ -16,6 +16,7 @@ from ..oracle.oracle import LowerSystem, Oracle
 from ..oracle.point import none_to_zeros
 from ..problem.objective import Sample
 from ..problem.vector import Vector
+from ..solvers.linear import quotient
 from ..solvers.lower import LowerRule, Memory, gradient_dot
 from ..solvers.unrolling import update_vjp
 from .estimate import Estimate
@@ -102,7 +103,7 @@ def unrolled(
         solved = solved._replace(early=(norms[0], norms[1]), turn=gradient_dot(before, solved))
     diagnostics = solved.watched(oracle.session, rule, begin, differentiated)
     if differentiated:
-        diagnostics["start_influence"] = adjoint.norm() / end.clamp_min(torch.finfo(end.dtype).tiny)
+        diagnostics["start_influence"] = quotient(adjoint.norm(), end)
     start = adjoint if differentiated == steps else None
     return Estimate(loss, h, diagnostics, start=start, lower=solved.y, solver=solved.memory)
 

@@ -16,6 +16,7 @@ from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.placement import constant
 from ..problem.vector import Later, Vector, coarsest
+from ..solvers.linear import quotient
 from ..solvers.paths import Paths
 from .directions import Directions
 from .estimate import Estimate
@@ -199,13 +200,12 @@ def _indirect(
 
 
 def _growth(first: Vector, last: Vector) -> Tensor:
-    norm = first.norm()
-    return last.norm() / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+    return quotient(last.norm(), first.norm())
 
 
 def _root(squares: Vector) -> Tensor:
     first, last = squares
-    return (last / first.clamp_min(torch.finfo(first.dtype).tiny)).sqrt()
+    return quotient(last, first).sqrt()
 
 
 def _change(slope: Vector, base: Vector, start: Vector, first: Vector, last: Vector) -> Tensor:

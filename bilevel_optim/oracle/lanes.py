@@ -303,10 +303,9 @@ class LaneFeatures:
 
     def __call__(self, batch: Any) -> Any:
         if self.level not in self.oracle.session.found.features_checked:
-            kept = self.oracle.session.buffers_kept
-            with torch.enable_grad(), random.preserve_rng(self.oracle.device), kept():
-                self.oracle.require_free_of_lower(self.level, self.features(select(batch, 0)))
-            self.oracle.session.found.features_checked |= {self.level}
+            first = Sample(self.features, (select(batch, 0),), features=self.features)
+            with torch.enable_grad(), random.preserve_rng(self.oracle.device):
+                self.oracle.check_features(self.level, first)
         if hasattr(self.features, "stacked"):
             return self.features.stacked(batch)
         parts = _each(

@@ -80,7 +80,7 @@ class LinearSolution(NamedTuple):
         rest = b - product
         rest = rest.add(self.solution, -self.damping) if self.damping else rest
         residual, norm = (rest.lane_norm(), b.lane_norm()) if lanes else (rest.norm(), b.norm())
-        return self._replace(residual=residual, relative=_relative(residual, norm))
+        return self._replace(residual=residual, relative=quotient(residual, norm))
 
 
 def cg(
@@ -309,7 +309,7 @@ def _cg(
     condition = top * where(lift > inverse, lift, inverse)
     if isinstance(rr, Tensor):
         residual = rr.sqrt()
-        relative = _relative(residual, square.sqrt())
+        relative = quotient(residual, square.sqrt())
         unfinished = active & ~diverged & (relative * condition > ENDED)
     else:
         own, share = sqrt(rr), sqrt(rr) / max(sqrt(square), SMALLEST)
@@ -436,7 +436,7 @@ def minres(
         iterations = iterations + active
     found = _finished(v, residual, iterations, b_norm, residual, damping)  # the residual never grows
     condition = size * (1 / least).maximum(norm(v - first) * _inverse(b_norm))
-    far = _relative(residual, b_norm) * condition > ENDED
+    far = quotient(residual, b_norm) * condition > ENDED
     return found._replace(condition=condition, unfinished=(residual > floor) & ~stuck & outside & far)
 
 
@@ -474,7 +474,7 @@ def direct(matrix: Tensor, b: Sequence[Tensor], *, damping: float = 0.0, lanes: 
         residual, norm = residual.squeeze(0), norm.squeeze(0)
     v = Vector(p.reshape(t.shape).to(t.dtype) for p, t in zip(torch.split(flat, sizes, 1), b, strict=True))
     once, no = torch.ones_like(residual, dtype=torch.int64), torch.zeros_like(residual, dtype=torch.bool)
-    relative = _relative(residual, norm)
+    relative = quotient(residual, norm)
     return LinearSolution(v, residual, once, no, relative, relative > unsolved_from([right]), damping=damping)
 
 
@@ -620,9 +620,9 @@ def _inverse(value: Tensor) -> Tensor:
     return torch.where(value > 0, 1 / torch.where(value > 0, value, 1.0), 0.0)
 
 
-def _relative(residual: Tensor, norm: Tensor) -> Tensor:
-    """Return the residual in units of the right-hand side; it is finite if both are."""
-    return residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+def quotient(size: Tensor, unit: Tensor) -> Tensor:
+    """Return a size in units of another; it is finite if both are."""
+    return size / unit.clamp_min(torch.finfo(unit.dtype).tiny)
 
 
 def _host_looks(t: Tensor, k: int = 0, tol: float = 0.0) -> bool:
@@ -661,5 +661,5 @@ def _finished(
     # Directions of small negative curvature grow a little in each solve; warn only of growth that adds up over steps.
     start = b_norm if first is b_norm else torch.maximum(b_norm, first)
     diverged = (residual > 1.5 * start) | ((residual > first) & (residual > 10 * b_norm))
-    relative, no = _relative(residual, b_norm), torch.zeros_like(diverged)
+    relative, no = quotient(residual, b_norm), torch.zeros_like(diverged)
     return LinearSolution(v, residual, iterations, no, relative, diverged, damping=damping)
