@@ -102,7 +102,7 @@ def full_zeroth_order(
         values = Copies(oracle, ends, upper).values("upper", sample)
         if not found:
             found.append(values[0].clone())
-            oracle.checks.scalar("loss", found[0])
+            oracle.checks.loss(found[0])
         wide = values if values.device.type == "mps" else values.double()
         return wide - found[0], found[0]
 
@@ -146,7 +146,7 @@ def _indirect(
         if base is None:
             base = ends.lane(0).clone()
             oracle.checks.finite("lower_grad", base)
-            oracle.checks.scalar("loss", found.total[0])
+            oracle.checks.loss(found.total[0])
             ahead = [own.lane(0).clone() for own in (*slopes, found.start)] if slopes else []
         values, loss = measure(upper, ends, base)
         measured.append(values)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any, TypeVar
 
 import torch
@@ -58,8 +59,8 @@ class Copies:
         self.oracle.count("loss", len(self))
         found = []
         for own in _parts(sample):
-            term = level, own, [1.0] * len(self)
-            found.append(torch.cat(self._run([term], partial(self._values_of, term), partial(self._value_at, term))))
+            (values,), _ = self._slopes_of_parts("", [(level, own, [1.0] * len(self))])
+            found.append(values)
         (mean,) = self.oracle.averaged(_mean(found))
         return mean  # type: ignore[no-any-return]
 
@@ -100,7 +101,7 @@ class Copies:
             if level == "lower":  # all of it, not its last part
                 oracle.session.lower_sample = samples if isinstance(samples, Sample) else samples[-1]
             oracle.session.note_use(level, oracle, samples if isinstance(samples, Sample) else samples[0])
-        *means, total = oracle.averaged(*[_mean(found) for found in values], _sum(gradients))
+        *means, total = oracle.averaged(*[_mean(found) for found in values], reduce(add, gradients))
         return means, total
 
     def _slopes_of_parts(self, wrt: str, terms: Sequence[Term]) -> tuple[list[Tensor], Vector]:
@@ -110,7 +111,7 @@ class Copies:
         values, gradients = zip(*parts, strict=True)
         joined = [torch.cat(own) for own in zip(*values, strict=True)]
         if wrt == "upper":
-            return joined, _sum(gradients)
+            return joined, reduce(add, gradients)
         return joined, Vector(torch.cat(ts) for ts in zip(*gradients, strict=True))
 
     # ------------------------------------------------------------------------------------------------ together or alone
@@ -160,56 +161,32 @@ class Copies:
         with nullcontext() if shared else preserve_rng(self.oracle.device), Substitution(self._live, values):
             return self.oracle.value(level, sample)
 
-    # ------------------------------------------------------------------------------------------------ values alone
+    # ------------------------------------------------------------------------------------------------ evaluations
 
-    def _values_of(self, term: Term, part: slice) -> Tensor:
-        """Return the values at some points, from one vmap."""
-        oracle, found, points = self.oracle, self.oracle.session.found, self[part]
-        level, samples, _ = _at(term, part)
-        asks, new = level not in found.dependency_checked, bool(self._new([term]))
-        y = Vector(as_variable(t, asks) for t in points.lower)
-        with (
-            oracle.placed() as (x, _),
-            batched.no_slow_batching(look=new),
-            torch.set_grad_enabled(asks),
-            oracle.session.buffers_kept(),
-        ):
-            x = points._variables(x)
-            values, constants = points._vmapped("", level, samples, x, y)
-            if new:
-                batched.no_large_convolutions(values)
-            self._note_dependency(level, values, None if constants else x, y)
-        return values.detach()
-
-    def _value_at(self, term: Term, j: int) -> Tensor:
-        """Return the value at one point, which is put into the live tensors."""
-        here = self._point(j)
-        level, samples, _ = _at(term, slice(j, j + 1))
-        sample = samples if isinstance(samples, Sample) else samples[0]
-        asks = level not in here.session.found.dependency_checked
-        with here.evaluating() as (x, y):
-            value = here.value(level, sample, graph=asks)
-            self._note_dependency(level, value, x if sample.features is None else None, y)
-        return value.detach().reshape(1)
+    def _asks(self, wrt: str, terms: Sequence[Term]) -> bool:
+        """Return True if only the values of a loss are needed, whose dependencies are not known."""
+        return not wrt and terms[0][0] not in self.oracle.session.found.dependency_checked
 
     def _note_dependency(self, level: str, values: Tensor, x: Vector | None, y: Vector) -> None:
         """Look once at the dependencies of a loss if only its values are needed."""
-        if level not in self.oracle.session.found.dependency_checked:
-            if values.requires_grad:
-                self.oracle.session.dependent(level, values, y, x)
-            self.oracle.session.found.dependency_checked |= {level}
-
-    # ------------------------------------------------------------------------------------------------ gradients
+        if values.requires_grad:
+            self.oracle.session.dependent(level, values, y, x)
+        self.oracle.session.found.dependency_checked |= {level}
 
     def _together(self, wrt: str, terms: Sequence[Term], part: slice) -> tuple[list[Tensor], Vector]:
         """Evaluate some points by one vmap of each loss and one backward pass."""
         oracle, points, new = self.oracle, self[part], bool(self._new(terms))
-        y = Vector(as_variable(t, wrt == "lower") for t in points.lower)
+        asks = self._asks(wrt, terms)
+        y = Vector(as_variable(t, wrt == "lower" or asks) for t in points.lower)
 
         def evaluate(level: str, samples: Samples, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
             values, constants = points._vmapped(wrt, level, samples, x, y)
             if new:
                 batched.no_large_convolutions(values)
+            if not wrt:
+                if asks:
+                    self._note_dependency(level, values, None if constants else x, y)
+                return values, values
             if wrt == "lower":
                 oracle.session.dependent(level, values, y, None if constants else x)
                 if not constants:
@@ -217,16 +194,22 @@ class Copies:
             weighted = values if set(weights) == {1.0} else values * constant(weights, values)
             return values, weighted.sum()
 
-        with oracle.placed() as (x, _), batched.no_slow_batching(look=new), torch.enable_grad():
+        grads = partial(torch.set_grad_enabled, bool(wrt) or asks)
+        with oracle.placed() as (x, _), batched.no_slow_batching(look=new), grads():
             x = points._variables(x)
             return self._collected(wrt, [_at(term, part) for term in terms], x, y, evaluate)
 
     def _alone(self, wrt: str, terms: Sequence[Term], j: int) -> tuple[list[Tensor], Vector]:
         """Evaluate one point, which is put into the live tensors."""
-        here = self._point(j)
+        here, asks = self._point(j), self._asks(wrt, terms)
 
         def evaluate(level: str, samples: Samples, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
             sample, (weight,) = samples if isinstance(samples, Sample) else samples[0], weights
+            if not wrt:
+                value = here.value(level, sample, graph=asks)
+                if asks:
+                    self._note_dependency(level, value, x if sample.features is None else None, y)
+                return value, value
             if not weight and wrt == "lower":
                 zero = torch.zeros((), dtype=here.y[0].dtype, device=here.device)
                 return zero, zero
@@ -252,7 +235,10 @@ class Copies:
         y: Vector,
         evaluate: Callable[[str, Samples, Sequence[float]], tuple[Tensor, Tensor]],
     ) -> tuple[list[Tensor], Vector]:
-        """Return the values of the losses, and the gradient of their sum; ``evaluate`` returns values and their sum."""
+        """Return the values of the losses, and the gradient of their sum; ``evaluate`` returns values and their sum.
+
+        ``wrt`` is the level to differentiate in; empty: in none.
+        """
         session, found = self.oracle.session, []
         gradient: Vector | None = None
         total: Tensor | None = None
@@ -261,6 +247,8 @@ class Copies:
             with session.buffers_kept() as kept:
                 values, weighted = evaluate(level, samples, weights)
                 found.append(values.detach())
+                if not wrt:
+                    continue
                 if wrt == level == "lower" and session.found.products is None:
                     session.found.products = products_of(weighted)
                 total, levels = weighted if total is None else total + weighted, [*levels, level]
@@ -274,8 +262,7 @@ class Copies:
                     total, levels = None, []
                 elif unknown:  # the sum does not show it
                     self._note_reached(levels, self.oracle.differentiate(total, (*y, *x), again=True), y)
-        assert gradient is not None
-        return found, gradient
+        return found, Vector(()) if gradient is None else gradient
 
     def _gradient(self, wrt: str, levels: Sequence[str], total: Tensor, x: Vector, y: Vector) -> Vector:
         oracle, session = self.oracle, self.oracle.session
@@ -386,13 +373,6 @@ def _at(term: Term, part: slice) -> Term:
 
 def _mean(values: Sequence[Tensor]) -> Tensor:
     return values[0] if len(values) == 1 else torch.stack([*values]).mean(0)
-
-
-def _sum(vectors: Sequence[Vector]) -> Vector:
-    total = vectors[0]
-    for vector in vectors[1:]:
-        total = total + vector
-    return total
 
 
 def _can_be_stacked(samples: Samples) -> bool:

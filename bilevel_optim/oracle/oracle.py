@@ -379,7 +379,7 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
             session.note_reached(gradients[: len(oracle.x)])
         like = _by_level(oracle.x, y)[wrt]
         loss, result = oracle.averaged(loss.detach(), none_to_zeros(gradients, like))
-        oracle.checks.scalar("loss", loss)
+        oracle.checks.loss(loss)
         return Vector(result)
 
     def product(v: Vector, wrt: str) -> Vector:

@@ -336,7 +336,7 @@ class Point:
         )
         if not self.session.options.ranks.alone:
             found = self.averaged(*found)
-        self.checks.scalar("loss", found[0])
+        self.checks.loss(found[0])
         return found
 
     def slopes(

@@ -20,7 +20,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -323,72 +322,56 @@ class _LossCheck:
         if concerns & {"lower yy", "lower xy"}:
             with self.oracle.lower_system(self.sample) as system:
                 (cross, product), in_y = system.both(along_y), system.gradient
-            ends = functools.cache(partial(self._ends, along_y))
-            found |= self._slopes(concerns & {"lower y"}, Vector(()), in_y, along_x, along_y, ends)
+
+            @functools.cache
+            def ends(step: float) -> list[tuple[float, Vector]]:
+                return [self._gradient(self.x, self.y + along_y * t) for t in (step, -step)]
+
+            def difference(e: float) -> Vector:
+                (_, above), (_, below) = ends(e)
+                return (above - below) * (0.5 / e)
+
+            def slope(e: float, along: Vector) -> Vector:
+                above, below = (self._gradient(self.x + along * t, self.y)[1] for t in (e, -e))
+                return _number(float(along_y.dot(above - below)) / (2 * e))
+
+            size = float(in_y.norm())
+            if "lower y" in concerns:
+                found["y"] = self._slope("y", along_y, in_y, ends)
             if "lower yy" in concerns:
-                found["yy"] = self._product(product, in_y, ends)
-            if "lower xy" in concerns:
-                found["xy"] = self._cross(cross, in_y, along_x, along_y)
+                found["yy"] = self._judged(product, difference, self.y, product, size, self.clear)
+            if "lower xy" in concerns:  # along a direction in x, the gradient in y along one in y
+                found["xy"] = self._judged_along(along_x, slope, self.x, cross, size, self.clear)
             concerns = concerns & {"lower x"}
         vmapped = self._vmapped(copies)
         if concerns or vmapped:
             evaluate = self.oracle.upper if self.level == "upper" else self.oracle.lower_jointly
             _, in_x, in_y = evaluate(self.sample)
-            found |= self._slopes(concerns, in_x, in_y, along_x, along_y)
+            for name, along, gradient in (("x", along_x, in_x), ("y", along_y, in_y)):
+                if f"{self.level} {name}" in concerns:
+                    found[name] = self._slope(name, along, gradient)
             if vmapped:
                 found["lanes"] = self._lanes(in_x, in_y)
         return found
 
-    def _ends(self, along: Vector, step: float) -> list[tuple[float, Vector]]:
-        """Return the values and gradients of the lower loss at both ends of a difference over y."""
-        return [self._gradient(self.x, self.y + along * t) for t in (step, -step)]
-
-    def _slopes(
+    def _slope(
         self,
-        which: frozenset[str],
-        in_x: Vector,
-        in_y: Vector,
-        along_x: Vector,
-        along_y: Vector,
+        name: str,
+        along: Vector,
+        gradient: Vector,
         ends: Callable[[float], list[tuple[float, Vector]]] | None = None,
-    ) -> dict[str, Judgement]:
-        """Compare gradients with differences of values, which ``ends`` has for those over y."""
-        found: dict[str, Judgement] = {}
-        for name, at, along, gradient in (("x", self.x, along_x, in_x), ("y", self.y, along_y, in_y)):
-            if f"{self.level} {name}" not in which:
-                continue
-
-            def slope(e: float, along: Vector, name: str = name, at: Vector = at) -> Vector:
-                if ends is not None and along is along_y:
-                    above, below = (value for value, _ in ends(e))
-                elif name == "x":
-                    above, below = (self._value(x=at + along * t) for t in (e, -e))
-                else:
-                    above, below = (self._value(y=at + along * t) for t in (e, -e))
-                return _number((above - below) / (2 * e))
-
-            found[name] = self._judged_along(along, slope, at, gradient, abs(self.value))
-        return found
-
-    def _product(
-        self, product: Vector, gradient: Vector, ends: Callable[[float], list[tuple[float, Vector]]]
     ) -> Judgement:
-        """Compare a Hessian-vector product with differences of gradients."""
+        """Compare a gradient with differences of values; ``ends`` has those along the whole direction."""
+        at = self.x if name == "x" else self.y
 
-        def difference(e: float) -> Vector:
-            (_, above), (_, below) = ends(e)
-            return (above - below) * (0.5 / e)
+        def slope(e: float, own: Vector) -> Vector:
+            if ends is not None and own is along:
+                above, below = (value for value, _ in ends(e))
+            else:
+                above, below = (self._value(**{name: at + own * t}) for t in (e, -e))
+            return _number((above - below) / (2 * e))
 
-        return self._judged(product, difference, self.y, product, float(gradient.norm()), self.clear)
-
-    def _cross(self, product: Vector, gradient: Vector, along_x: Vector, along_y: Vector) -> Judgement:
-        """Compare a cross product, along a direction in x, with differences over x of the gradient in y."""
-
-        def slope(e: float, along: Vector) -> Vector:
-            above, below = (self._gradient(self.x + along * t, self.y)[1] for t in (e, -e))
-            return _number(float(along_y.dot(above - below)) / (2 * e))
-
-        return self._judged_along(along_x, slope, self.x, product, float(gradient.norm()), self.clear)
+        return self._judged_along(along, slope, at, gradient, abs(self.value))
 
     def _judged_along(
         self,
@@ -427,7 +410,7 @@ class _LossCheck:
         at: Vector,
         vector: Vector,
         size: float,
-        clear: float = CLEAR,
+        clear: float,
     ) -> Judgement:
         """Compare a derivative with differences over steps; ``vector`` has all entries, ``size`` is what differs."""
         step = self.unit ** (1 / 3) * max(1.0, float(at.norm()))

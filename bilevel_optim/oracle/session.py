@@ -54,7 +54,7 @@ class Checks:
     def clear(self) -> None:
         """Forget all checks, before an estimate is made again."""
         self._finite: list[tuple[str, str, list[Tensor]]] = []
-        self._scalars: list[tuple[str, str, Tensor]] = []
+        self._scalars: list[tuple[str, Tensor]] = []
         self._sums: list[Tensor] = []  # in a trace, a number for each tensor
         self._alerts: list[tuple[str, Message, Callable[..., Any], tuple[Tensor, ...]]] = []
 
@@ -65,9 +65,9 @@ class Checks:
             return
         self._finite.append((oracle, hint, [t.detach() if t.requires_grad else t for t in tensors]))
 
-    def scalar(self, oracle: str, value: Tensor, hint: str = "") -> None:
-        """Require that a single number is finite, at less cost."""
-        self._scalars.append((oracle, hint, value))
+    def loss(self, value: Tensor, hint: str = "") -> None:
+        """Require that a loss, a single number, is finite, at less cost."""
+        self._scalars.append((hint, value))
 
     def alert(self, key: str, message: Message, on: Tensor) -> None:
         """Warn with ``message`` if the boolean scalar ``on`` is true, once in an optimizer's life for each ``key``."""
@@ -140,9 +140,9 @@ class Checks:
         for oracle, hint, vector in self._finite:
             if not bool(Vector(vector).max_abs().isfinite()):
                 raise NonFiniteError(oracle, step, root_hint(oracle, self.roots, hint))
-        for oracle, hint, value in self._scalars:
+        for hint, value in self._scalars:
             if not bool(value.isfinite()):
-                raise NonFiniteError(oracle, step, hint)
+                raise NonFiniteError("loss", step, hint)
 
 
 @dataclass(frozen=True)
