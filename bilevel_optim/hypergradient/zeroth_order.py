@@ -61,7 +61,7 @@ def partial_zeroth_order(
             found.append(oracle.at(lower=base).upper(sample))
         return (ends - Vector(t.unsqueeze(0) for t in base)).lane_dot(found[0][2]), found[0][0]
 
-    indirect, base, diagnostics, left = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
+    indirect, base, diagnostics, left = _indirect(oracle, paths, directions, central, measure, ranks)
     loss, direct, slope = found[0]
     if left is not None:
         diagnostics["predicted_change"] = Later(_change, (slope, *left))
@@ -106,7 +106,7 @@ def full_zeroth_order(
         wide = values if values.device.type == "mps" else values.double()
         return wide - found[0], found[0]
 
-    gradient, base, diagnostics, _ = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
+    gradient, base, diagnostics, _ = _indirect(oracle, paths, directions, central, measure, ranks)
     loss = found[0]
     differences = diagnostics["coefficients"] * (directions.smoothing * (2 if central else 1))
     diagnostics["difference_error"] = _rounding(oracle, Vector([loss]), differences.square())
@@ -122,7 +122,7 @@ def _indirect(
     directions: Directions,
     central: bool,
     measure: Callable[[Vector, Vector, Vector], tuple[Tensor, Tensor]],
-    ranks: Ranks,
+    ranks: Ranks | None,
 ) -> tuple[Vector, Vector, dict[str, Any], tuple[Vector, ...] | None]:
     r"""Return :math:`\frac1Q \sum_j c_j u_j`, with :math:`c_j` the difference quotients of ``measure``, and the base.
 
@@ -130,6 +130,7 @@ def _indirect(
     left out, and the mean is over the others. ``measure`` also returns the upper loss at the base. Each rank follows
     the base and the paths of its own directions.
     """
+    ranks = ranks or Ranks()
     signs, own = (1.0, -1.0) if central else (1.0,), slice(ranks.rank, None, ranks.world)
     lanes = [(0, 0.0), *((j, s) for j in range(directions.count)[own] for s in signs)]
     measured, moved, on_the_way = [], [], []

@@ -78,7 +78,11 @@ def run(
     except Exception as error:
         require_uninterrupted(error)
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        if _passes(attempt):  # then vmap was not the cause
+        try:
+            attempt()
+        except Exception as again:
+            require_uninterrupted(again)
+        else:  # then vmap was not the cause
             raise
     results = [alone(i) for i in range(n)]
     if session.one_by_one:  # which is asked again in each step
@@ -98,15 +102,6 @@ def _look(session: Session) -> str:
 def slices(size: int, n: int) -> list[slice]:
     """Split n items into slices of ``size``."""
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
-
-
-def _passes(attempt: Callable[[], object]) -> bool:
-    try:
-        attempt()
-    except Exception as error:
-        require_uninterrupted(error)
-        return False
-    return True
 
 
 def no_large_convolutions(loss: Tensor) -> None:

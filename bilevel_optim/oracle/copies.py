@@ -310,7 +310,8 @@ class Copies:
             shared, sample, batch = True, samples, ()
             features, are_stacks = self._features(wrt, level, sample, values)
         else:
-            shared, sample, batch = False, samples[0], _stacked_arguments(samples)
+            shared, sample = False, samples[0]
+            batch = tree_map(lambda *leaves: torch.stack(leaves), *(one.arguments for one in samples))
             features, are_stacks = None, False
             if wrt == "lower":
                 oracle.check_features(level, afresh(sample))
@@ -381,8 +382,3 @@ def _can_be_stacked(samples: Samples) -> bool:
         return True
     shapes = [[getattr(leaf, "shape", None) for leaf in tree_leaves(one.arguments)] for one in samples]
     return all([shape == shapes[0] for shape in shapes])
-
-
-def _stacked_arguments(samples: Sequence[Sample]) -> tuple[Any, ...]:
-    stacked: tuple[Any, ...] = tree_map(lambda *leaves: torch.stack(leaves), *(one.arguments for one in samples))
-    return stacked

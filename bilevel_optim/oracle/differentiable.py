@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ __all__ = [
     "FUSED",
     "JUMPING",
     "KINKED",
+    "ROOTS",
     "UnchunkedCrossEntropy",
     "all_arguments",
     "custom_operations",
@@ -29,6 +30,7 @@ __all__ = [
     "has_casts",
     "has_large_convolutions",
     "is_marked",
+    "kinds_in",
     "mark_graph",
     "padding_rows",
     "plain_operations",
@@ -36,7 +38,6 @@ __all__ = [
     "products_of",
     "reaches",
     "require_constant_weights",
-    "roots_in",
     "working_unit",
 ]
 
@@ -85,10 +86,10 @@ def has(loss: Tensor, operations: tuple[str, ...]) -> bool:
     return any(node.name().startswith(operations) for node in _nodes(loss))
 
 
-def roots_in(loss: Tensor) -> tuple[str, ...]:
-    """Return the operations in a loss's graph, as users call them, without a finite second derivative at zero."""
+def kinds_in(loss: Tensor, kinds: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the kinds of operations in a loss's graph, each given by how the names of its operations begin."""
     names = {node.name() for node in _nodes(loss)}
-    return tuple(call for call, start in _ROOTS.items() if any(name.startswith(start) for name in names))
+    return tuple(kind for kind, starts in kinds.items() if any(name.startswith(starts) for name in names))
 
 
 def has_casts(loss: Tensor, unit: float) -> bool:
@@ -166,8 +167,7 @@ def _reached(stack: list[Any]) -> Iterator[Any]:
 
 def products_of(loss: Tensor) -> frozenset[str]:
     """Return the kinds of products in a loss's graph that torch may compute in less than single precision."""
-    names = {node.name() for node in _nodes(loss)}
-    return frozenset(kind for kind, starts in _PRODUCTS.items() if any(name.startswith(starts) for name in names))
+    return frozenset(kinds_in(loss, _PRODUCTS))
 
 
 def working_unit(tensors: Sequence[Tensor], products: frozenset[str] | None = None) -> float:
@@ -197,7 +197,8 @@ KINKED = (
     "Relu", "LeakyRelu", "Prelu", "Rrelu", "Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "MaxPool",
     "AdaptiveMaxPool",
 )  # fmt: skip
-_ROOTS = {"norm": ("Norm", "LinalgVectorNorm"), "sqrt": ("Sqrt",)}
+# Operations, as users call them, without a finite second derivative at zero.
+ROOTS = {"norm": ("Norm", "LinalgVectorNorm"), "sqrt": ("Sqrt",)}
 JUMPING = (
     "Abs", "Amax", "Amin", "Aminmax", "Ceil", "Clamp", "Cummax", "Cummin", "Floor", "Fmod", "FractionalMaxPool", "Frac",
     "GridSampler", "HingeEmbedding", "Kthvalue", "L1Loss", "Max", "Maximum", "Median", "Min", "Minimum",
@@ -217,12 +218,22 @@ def plain_operations() -> Generator[None]:
 
 def explain_second(error: RuntimeError | NotImplementedError) -> None:
     """Raise an error that says what to do, if a second derivative failed for a known reason."""
-    reason = _reason(str(error))
-    if reason is not None:
-        raise RuntimeError(
-            f"the lower loss cannot be differentiated twice: {reason}. hvp='finite-difference' or a first-order method "
-            f"(F2SA) needs no second derivatives. torch said: {str(error).splitlines()[0]}"
-        ) from error
+    text = str(error)
+    if "cudnn" in text.lower() and "rnn" in text.lower():
+        reason = (
+            "cuDNN's recurrent layers have no second derivative in torch (call the model within "
+            "torch.backends.cudnn.flags(enabled=False) in the loss)"
+        )
+    elif "double backward" in text.lower() or "donated buffers" in text:
+        reason = "it runs a torch.compile'd module or a kernel without double backward (pass the module uncompiled)"
+    elif "is not implemented" in text and "derivative" in text:
+        reason = "one of its operations has no second derivative in torch"
+    else:
+        return
+    raise RuntimeError(
+        f"the lower loss cannot be differentiated twice: {reason}. hvp='finite-difference' or a first-order method "
+        f"(F2SA) needs no second derivatives. torch said: {text.splitlines()[0]}"
+    ) from error
 
 
 def require_constant_weights(error: RuntimeError) -> None:
@@ -240,16 +251,3 @@ def require_constant_weights(error: RuntimeError) -> None:
         f"a loss passes a parameter as {argument}= of an operation that torch cannot differentiate in it ({function}). "
         f"Multiply the unreduced loss by the weights: {instead}"
     ) from error
-
-
-def _reason(text: str) -> str | None:
-    if "cudnn" in text.lower() and "rnn" in text.lower():
-        return (
-            "cuDNN's recurrent layers have no second derivative in torch (call the model within "
-            "torch.backends.cudnn.flags(enabled=False) in the loss)"
-        )
-    if "double backward" in text.lower() or "donated buffers" in text:
-        return "it runs a torch.compile'd module or a kernel without double backward (pass the module uncompiled)"
-    if "is not implemented" in text and "derivative" in text:
-        return "one of its operations has no second derivative in torch"
-    return None

@@ -17,11 +17,12 @@ from . import batched
 from .differentiable import (
     FUSED,
     KINKED,
+    ROOTS,
     explain_second,
     has,
+    kinds_in,
     plain_operations,
     products_of,
-    roots_in,
     working_unit,
 )
 from .point import Point, none_to_zeros
@@ -155,7 +156,7 @@ class Oracle(Point):
                     found.fused = has(loss, FUSED)
                     if found.fused:
                         return self._graph(level, sample, x, y)
-                    found.roots = roots_in(loss) or found.roots
+                    found.roots = kinds_in(loss, ROOTS) or found.roots
                 if found.roots:
                     self.checks.roots = found.roots
                 if self.sharded:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..problem.parameters import rates_of
 from ..problem.vector import Vector, as_variable
-from .functional import Memory, can_be_unrolled, updated
+from .functional import Memory, updated
 from .lower import LowerRule
 
-__all__ = ["can_be_unrolled", "update_vjp"]
+__all__ = ["update_vjp"]
 
 
 def update_vjp(
