@@ -40,6 +40,7 @@ def run(
     *,
     possible: bool = True,
     lanes: bool = True,
+    new: frozenset[str] = frozenset(),
     first: Callable[[], None] | None = None,
 ) -> list[Part]:
     """Return the results of n evaluations, in parts.
@@ -54,7 +55,8 @@ def run(
         alone: evaluates one of them.
         possible: False if these cannot be batched (this time).
         lanes: whether they are, or contain, evaluations of several tasks.
-        first: check of the batched evaluation; raises if it cannot be trusted.
+        new: the losses, as in `LossFacts`, that are not known to work under vmap.
+        first: check of the batched evaluation of new losses; raises if it cannot be trusted.
     """
     size = session.options.at_once(n)
     if size > 1 and possible:
@@ -65,14 +67,16 @@ def run(
         return [alone(i) for i in range(n)]
 
     def attempt() -> list[Part]:
-        if first is not None:
+        if new and first is not None:
             first()
             if _look(session):
                 raise Unsuited(session.one_by_one)
         return [together(part) for part in slices(size, n)]
 
     try:
-        return attempt()
+        parts = attempt()
+        session.found.vmapped |= new
+        return parts
     except Unsuited as error:
         reason = str(error)
     except Exception as error:

@@ -120,20 +120,16 @@ class Copies:
         self, terms: Sequence[Term], together: Callable[[slice], Part], alone: Callable[[int], Part]
     ) -> list[Part]:
         """Return results of all points together, in chunks, or one by one."""
-        session, n = self.oracle.session, len(self)
-        new = self._new(terms)
-        parts = batched.run(
-            session,
-            n,
+        return batched.run(
+            self.oracle.session,
+            len(self),
             together,
             alone,
             possible=not self.oracle.sharded and all([_can_be_stacked(samples) for _, samples, _ in terms]),
             lanes=self.oracle.lanes is not None,
-            first=partial(self._require_redirection, terms) if new else None,
+            new=self._new(terms),
+            first=partial(self._require_redirection, terms),
         )
-        if new and n > 1 and session.vmaps(self.oracle.lanes is not None) and session.options.at_once(n) > 1:
-            session.found.vmapped |= new
-        return parts
 
     def _new(self, terms: Sequence[Term]) -> frozenset[str]:
         """Return the losses that are not known to work under vmap."""

@@ -173,7 +173,7 @@ class Point:
             loss = self._called(sample, graph, features)
         if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex():
             return loss
-        return as_scalar(level, loss, session.called(level))
+        return as_scalar(loss, session.called(level))
 
     def _called(self, sample: Sample, graph: bool, features: Any) -> Any:
         """Return what the loss returns, with the features of the sample."""

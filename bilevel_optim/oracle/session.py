@@ -485,18 +485,17 @@ class Session:
         return "loss" if self.options.one_loss else f"{level} loss"
 
 
-def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
+def as_scalar(loss: Any, called: str) -> Tensor:
     """Return the result of a loss as a scalar, or raise; ``called`` is its name in the message."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        called = called or f"{level} loss"
         raise ValueError(
             f"the {called} must return a scalar tensor, but returned {found}; return loss.mean() or loss.sum(), "
             "without .item()"
         )
     if loss.is_complex():
         raise ValueError(
-            f"the {called or f'{level} loss'} is complex, but only real numbers can be minimised; return a real "
+            f"the {called} is complex, but only real numbers can be minimised; return a real "
             "number, such as loss.abs() or loss.real"
         )
     return loss if loss.dim() == 0 else loss.reshape(())
