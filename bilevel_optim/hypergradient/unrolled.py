@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from ..oracle.point import none_to_zeros
 from ..problem.objective import Sample
 from ..problem.vector import Vector
 from ..solvers.linear import quotient
-from ..solvers.lower import LowerRule, Memory, gradient_dot
+from ..solvers.lower import LowerRule, Memory
 from ..solvers.unrolling import update_vjp
 from .estimate import Estimate
 
@@ -28,7 +27,6 @@ class _Step(NamedTuple):
     """State of one lower step that the reverse sweep needs."""
 
     point: Oracle
-    memory: Memory
     sample: Sample
     system: LowerSystem | None  # None: built again when it is needed
     cut: FeatureCut | None  # collects derivatives in features over all steps on one batch, to pull them back to x once
@@ -68,30 +66,32 @@ def unrolled(
     differentiated = steps if truncate is None else min(truncate, steps)
     # Graphs of sharded modules share the memory of the gathered parameters, so only one can be kept.
     keep_graphs = not checkpoint and oracle.session.options.hvp == "exact" and not oracle.sharded
+    trajectory, states, parts = list[_Step](), list[Memory](), list[FeatureCut]()
 
     def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
         sample = oracle.g.draw()
         return lambda y: oracle.at(lower=y).lower(sample)
 
+    def draw_recorded() -> Callable[[Vector], tuple[Tensor | None, Vector]]:
+        return recorded
+
+    def recorded(y: Vector) -> tuple[Tensor | None, Vector]:
+        point, sample, cut = _differentiable(oracle, y, parts)
+        system = point.kept_system(sample) if keep_graphs else None
+        trajectory.append(_Step(point, sample, system, cut))
+        return point.lower(sample) if system is None else (None, system.gradient)
+
     solved = rule.run(oracle.y, rule.fresh() if memory is None else memory, steps - differentiated, draw)
-    begin, trajectory = solved.y, list[_Step]()
-    norms: list[Tensor] = []
-    parts: list[FeatureCut] = []
-    for k in range(differentiated):
-        point, sample, cut = _differentiable(oracle, solved.y, parts)
-        step = _Step(point, solved.memory, sample, point.kept_system(sample) if keep_graphs else None, cut)
-        trajectory.append(step)
-        sized = k in (0, differentiated // 2, differentiated - 1)
-        before, solved = solved, rule.step(solved.y, solved.memory, partial(_evaluated, step), sized=sized)
-        if differentiated > 2 and sized and solved.gradient is not None:
-            norms.append(solved.norm())
+    begin = solved.y
+    if differentiated:
+        solved = rule.run(begin, solved.memory, differentiated, draw_recorded, states=states)
     oracle.checks.finite("lower_grad", solved.y)
     loss, h, adjoint = oracle.at(lower=solved.y).upper(upper_sample or oracle.f.draw(once=True))
     memory_adjoint: list[dict[str, Tensor]] = [{} for _ in adjoint]
     end = adjoint.norm()
     while trajectory:
         step = trajectory.pop()
-        adjoint, cross, memory_adjoint = _pulled_back(rule, step, adjoint, memory_adjoint)
+        adjoint, cross, memory_adjoint = _pulled_back(rule, step, states.pop(), adjoint, memory_adjoint)
         if step.cut is None:
             h = h + cross
         else:
@@ -99,8 +99,6 @@ def unrolled(
     for part in parts:
         if part.usable:
             h = h + part.pulled_back()
-    if len(norms) == 3:
-        solved = solved._replace(early=(norms[0], norms[1]), turn=gradient_dot(before, solved))
     diagnostics = solved.watched(oracle.session, rule, begin, differentiated)
     if differentiated:
         diagnostics["start_influence"] = quotient(adjoint.norm(), end)
@@ -120,14 +118,8 @@ def _differentiable(oracle: Oracle, y: Vector, parts: list[FeatureCut]) -> tuple
     return (*cut.at(y, sample), cut) if cut.usable else (oracle.at(lower=y), sample, None)
 
 
-def _evaluated(step: _Step, y: Vector) -> tuple[Tensor | None, Vector]:
-    if step.system is None:
-        return step.point.lower(step.sample)
-    return None, step.system.gradient
-
-
 def _pulled_back(
-    rule: LowerRule, step: _Step, adjoint: Vector, memory_adjoint: list[dict[str, Tensor]]
+    rule: LowerRule, step: _Step, state: Memory, adjoint: Vector, memory_adjoint: list[dict[str, Tensor]]
 ) -> tuple[Vector, Vector, list[dict[str, Tensor]]]:
     """Return the adjoints before a step, and the step's part of the gradient in x."""
     session, x = step.point.session, Vector(())
@@ -135,7 +127,7 @@ def _pulled_back(
     with step.point.lower_system(step.sample) if step.system is None else nullcontext(step.system) as system:
         with step.point.placed() if doors else nullcontext((x, x)) as (x, _):
             before, memory, slope, beside = update_vjp(
-                rule, step.point.y, step.memory, system.gradient, adjoint, memory_adjoint, x
+                rule, step.point.y, state, system.gradient, adjoint, memory_adjoint, x
             )
         cross, hvp = system.both(slope)
     if doors:

@@ -56,7 +56,7 @@ def run(
         possible: False if these cannot be batched (this time).
         lanes: whether they are, or contain, evaluations of several tasks.
         new: the losses, as in `LossFacts`, that are not known to work under vmap.
-        first: check of the batched evaluation of new losses; raises if it cannot be trusted.
+        first: check of the batched evaluation; raises if it cannot be trusted.
     """
     size = session.options.at_once(n)
     if size > 1 and possible:
@@ -67,7 +67,7 @@ def run(
         return [alone(i) for i in range(n)]
 
     def attempt() -> list[Part]:
-        if new and first is not None:
+        if first is not None:
             first()
             if _look(session):
                 raise Unsuited(session.one_by_one)

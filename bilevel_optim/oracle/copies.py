@@ -120,6 +120,7 @@ class Copies:
         self, terms: Sequence[Term], together: Callable[[slice], Part], alone: Callable[[int], Part]
     ) -> list[Part]:
         """Return results of all points together, in chunks, or one by one."""
+        new = self._new(terms)
         return batched.run(
             self.oracle.session,
             len(self),
@@ -127,8 +128,8 @@ class Copies:
             alone,
             possible=not self.oracle.sharded and all([_can_be_stacked(samples) for _, samples, _ in terms]),
             lanes=self.oracle.lanes is not None,
-            new=self._new(terms),
-            first=partial(self._require_redirection, terms),
+            new=new,
+            first=partial(self._require_redirection, terms) if new else None,
         )
 
     def _new(self, terms: Sequence[Term]) -> frozenset[str]:

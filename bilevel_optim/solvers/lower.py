@@ -32,7 +32,6 @@ __all__ = [
     "LowerRule",
     "LowerRules",
     "Memory",
-    "gradient_dot",
     "is_known",
     "largest_rate",
     "needs_closure",
@@ -355,8 +354,9 @@ class LowerRule:
         steps: int,
         draw: Callable[[], Gradient],
         tol: float = 0.0,
+        states: list[Memory] | None = None,
     ) -> LowerResult:
-        """Make several steps, each on a gradient function from ``draw``.
+        """Make several steps, each on a gradient function from ``draw``; ``states`` gets the state before each of them.
 
         With a positive ``tol``, which costs a host synchronisation per step, the first step whose gradient has at most
         that norm is the last one.
@@ -365,6 +365,8 @@ class LowerRule:
         early = []
         with span("lower solve"):
             for k in range(steps):
+                if states is not None:
+                    states.append(solved.memory)
                 is_early, before = steps > 2 and k in (0, steps // 2), solved
                 solved = self.step(solved.y, solved.memory, draw(), sized=is_early or k == steps - 1 or tol > 0)
                 if is_early and solved.size is not None:
@@ -373,19 +375,15 @@ class LowerRule:
                     break
         if len(early) < 2:
             return solved
-        return solved._replace(early=(early[0], early[1]), turn=gradient_dot(before, solved))
+        turn = None  # so that graphs need not return the gradients
+        if not is_tracing() and before.gradient is not None and solved.gradient is not None:
+            turn = solved.gradient.dot(before.gradient)
+        return solved._replace(early=(early[0], early[1]), turn=turn)
 
 
 def _together(norms: Tensor) -> Tensor:
     """Return the norm over all copies."""
     return norms.norm() if norms.dim() else norms
-
-
-def gradient_dot(before: LowerResult, last: LowerResult) -> Tensor | None:
-    """Return the inner product of the gradients of two steps; None in a trace, so that graphs need not return them."""
-    if is_tracing() or before.gradient is None or last.gradient is None:
-        return None
-    return last.gradient.dot(before.gradient)
 
 
 def largest_rate(rates: Sequence[Rate], like: Tensor) -> Rate:
