@@ -135,7 +135,7 @@ class Oracle(Point):
         """
         split = len(self.x)
         with self.lower_system(sample) as system:
-            products = system.products("both", sum(map(Tensor.numel, self.y)))
+            products = system._all_products("both", sum(map(Tensor.numel, self.y)))
         self.count("jvp", sum(len(part[0]) for part in products))
         cross = _matrix(self, [part[:split] for part in products]).permute(1, 2, 0)
         hessian = _matrix(self, [part[split:] for part in products]).transpose(0, 1)
@@ -180,14 +180,11 @@ class Oracle(Point):
         variables, like = _by_level(x, y), _by_level(self.x, self.y)
         alone = session.options.ranks.alone
 
-        def noted(products: Gradients, wrt: str) -> Gradients:
-            if wrt != "lower":
-                session.note_reached(products[: len(x)])
-            return products
-
         def own_product(v: Vector, wrt: str) -> Vector:
             products = self._products(gradients, variables[wrt], y, v, like[wrt])
-            return none_to_zeros(noted(products, wrt), like[wrt])
+            if wrt != "lower":
+                session.note_reached(products[: len(x)])
+            return none_to_zeros(products, like[wrt])
 
         def product(v: Vector, wrt: str) -> Vector:
             found = own_product(v, wrt)
@@ -197,7 +194,9 @@ class Oracle(Point):
             if not together:
                 return stack([own_product(basis.lane(0), wrt)])
             plain = bool(session.found.fused)
-            products = noted(pulled(gradients, variables[wrt], basis, plain=plain, batched=True), wrt)
+            products = pulled(gradients, variables[wrt], basis, plain=plain, batched=True)
+            if wrt != "lower":
+                session.note_reached(products[: len(x)])
             pairs, n = zip(products, like[wrt], strict=True), len(basis[0])
             return Vector(t.new_zeros(n, *t.shape) if p is None else p for p, t in pairs)
 
@@ -271,11 +270,11 @@ class LowerSystem:
 
     def hessian(self) -> Tensor:
         r"""Return :math:`\nabla^2_{yy} g` as a matrix for each lane, with one lane if y is not stacked."""
-        parts = self.products("lower", ROWS)
+        parts = self._all_products("lower", ROWS)
         matrix: Tensor = self._oracle.averaged(_matrix(self._oracle, parts).transpose(0, 1))[0]
         return matrix
 
-    def products(self, wrt: str, at_once: int) -> list[Vector]:
+    def _all_products(self, wrt: str, at_once: int) -> list[Vector]:
         """Return products with the unit vectors of y, the same in every lane, ``at_once`` stacked in one pass."""
         oracle = self._oracle
         n = sum(map(Tensor.numel, oracle.y)) // (oracle.lanes or 1)
