@@ -257,7 +257,8 @@ class LowerRule:
 
         ``sized``: compute the norm of the last one too.
         """
-        solved = self._limited(y, memory, gradient, sized) if self.limits else self._step(y, memory, gradient)
+        limited = self.limits.clip is not None or self.limits.projection is not None
+        solved = self._limited(y, memory, gradient, sized) if limited else self._step(y, memory, gradient)
         if sized and solved.gradient is not None:
             solved = solved._replace(size=solved.norm(bool(self.lead)))
         return solved
