@@ -267,7 +267,7 @@ class F2SA(BilevelOptimizer):
 
         def gradient(copies: Vector) -> tuple[Tensor, Vector]:
             (g, f), slopes = Copies(oracle, copies).lower_slopes(("lower", zeta, [1.0] * n), ("upper", xi, weights))
-            oracle.checks.scalar("loss", (g + f * constant(weights, f)).sum(), DIVERGED)
+            oracle.checks.loss((g + f * constant(weights, f)).sum(), DIVERGED)
             return g.sum(), slopes
 
         return gradient

@@ -17,10 +17,10 @@ from ..errors import warn
 from ..oracle.doors import OPTIONS, STEP, options_of, steps_read
 from ..problem.parameters import is_number, require
 from ..solvers.agd import AGD
+from ..solvers.functional import can_be_unrolled
 from ..solvers.limits import Limits
 from ..solvers.lower import NOT_ELEMENTWISE, is_known, needs_closure
 from ..solvers.trust import acts_elementwise, can_be_differentiated, rests_without_gradient
-from ..solvers.unrolling import can_be_unrolled
 from .options import FROM_ZERO
 
 __all__ = [
