@@ -103,7 +103,7 @@ class HypergradientReport:
         )
 
 
-@explain_bad_call()
+@explain_bad_call
 def check_hypergradient(
     optimizer: BilevelOptimizer,
     upper: Loss,

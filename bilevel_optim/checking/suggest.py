@@ -158,7 +158,7 @@ class Suggestion:
         return "\n".join([*lines, f"{self.gradients} gradients in {self.took:.1f} s"])
 
 
-@explain_bad_call()
+@explain_bad_call
 def suggest(
     upper_params: Params,
     lower_params: Params,

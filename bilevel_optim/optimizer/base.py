@@ -185,7 +185,7 @@ class BilevelOptimizer(Method):
         self._run_state.written = {id(t): version_of(t) for t in self.parameters("upper")}
         return loss
 
-    @explain_bad_call("pass the number of steps by name, run(upper, lower, steps=10)")
+    @partial(explain_bad_call, sentence="pass the number of steps by name, run(upper, lower, steps=10)")
     def run(self, upper: Loss, lower: Loss | None = None, *, steps: int, tasks: Any = None) -> Tensor:
         """Make many outer steps in one call, with the same results as that many calls of :meth:`step`.
 
@@ -226,7 +226,7 @@ class BilevelOptimizer(Method):
             return losses
         return torch.cat([self.step(upper, lower, tasks=tasks).reshape(1) for _ in range(steps)])
 
-    @explain_bad_call()
+    @explain_bad_call
     def propose(
         self,
         upper: Loss,
@@ -264,7 +264,7 @@ class BilevelOptimizer(Method):
             oracle.session.lower_sample = None  # breaks a reference cycle, as after a step
             return replace(estimate, diagnostics=measured(estimate.diagnostics))
 
-    @explain_bad_call()
+    @explain_bad_call
     def adapt(
         self,
         lower: Loss,
@@ -335,7 +335,7 @@ class BilevelOptimizer(Method):
                 oracle.live_y.copy_(found)
         return found
 
-    @explain_bad_call()
+    @explain_bad_call
     def compile(
         self,
         *,

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..tracing import is_profiled
-from .options import wrong_call
+from .options import explain_bad_call
 
 __all__ = ["has_hooks", "no_dynamo", "with_hooks"]
 
@@ -21,18 +21,11 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 def no_dynamo(verb: Verb) -> Verb:
     """Make a method that ``torch.compile`` calls without tracing it, at no cost without compilation."""
-    wall = _disable_dynamo(verb)
+    wall, explained = _disable_dynamo(verb), explain_bad_call(verb)
 
     @functools.wraps(verb)
     def called(*arguments: Any, **named: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return wall(*arguments, **named)
-        try:
-            return verb(*arguments, **named)
-        except TypeError as error:
-            if (told := wrong_call(verb, error, named)) is None:
-                raise
-            raise told from None
+        return (wall if torch.compiler.is_dynamo_compiling() else explained)(*arguments, **named)
 
     return cast(Verb, called)
 
@@ -52,18 +45,12 @@ def with_hooks(step: Verb) -> Verb:
 
     torch wraps every ``step`` this way, with or without hooks, unless the function is marked as ``hooked``.
     """
-    in_full = Optimizer.profile_hook_step(no_dynamo(step))
+    in_full, explained = Optimizer.profile_hook_step(no_dynamo(step)), explain_bad_call(step)
 
     @functools.wraps(step)
     def called(self: Any, *arguments: Any, **named: Any) -> Any:
-        if has_hooks(self) or is_profiled() or torch.compiler.is_dynamo_compiling():
-            return in_full(self, *arguments, **named)
-        try:
-            return step(self, *arguments, **named)
-        except TypeError as error:
-            if (told := wrong_call(step, error, named)) is None:
-                raise
-            raise told from None
+        plain = not (has_hooks(self) or is_profiled() or torch.compiler.is_dynamo_compiling())
+        return (explained if plain else in_full)(self, *arguments, **named)
 
     called.hooked = True  # type: ignore[attr-defined]
     return cast(Verb, called)

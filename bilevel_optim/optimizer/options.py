@@ -44,12 +44,9 @@ __all__ = [
     "is_generator",
     "number",
     "option",
-    "owner_of_common_options",
-    "parameters_of",
     "signature_of",
     "texts_of_arguments",
     "texts_of_options",
-    "wrong_call",
 ]
 
 REQUIRED = inspect.Parameter.empty
@@ -141,44 +138,53 @@ def number(
     """Declare a real number larger than ``above``, at least ``least`` and at most ``most``; or None if ``optional``."""
 
     def valid(value: Any) -> bool:
-        if value is None or not is_number(value):
-            return optional and value is None
+        if not is_number(value):
+            return False
         return bool(above < value) and bool(least <= value <= most) and (not finite or bool(value < math.inf))
 
     limits = {"above": above, "at least": least, "at most": most}
     bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit))
     kind = "a finite number" if finite and most == math.inf else "a number"
-    wording = _wording(f"{kind} {'of ' if bounds.startswith('at') else ''}{bounds}".strip(), optional)
-
-    def check(name: str, value: Any) -> None:
-        require(name, value, valid(value), wording)
-
-    return Option(check=check, default=default, saved=saved, alias=alias, settable=settable)
+    what = f"{kind} {'of ' if bounds.startswith('at') else ''}{bounds}".strip()
+    return _valid_option(valid, what, optional, default=default, saved=saved, alias=alias, settable=settable)
 
 
 def count(*, default: Any = REQUIRED, least: int = 0, optional: bool = False, saved: bool = False) -> Any:
     """Declare an integer that is at least ``least``; or None if ``optional``."""
 
     def valid(value: Any) -> bool:
-        return optional if value is None else is_count(value) and int(value) >= least
+        return is_count(value) and int(value) >= least
 
-    wording = _wording(f"an integer of at least {least}", optional)
-    return Option(check=lambda name, value: require(name, value, valid(value), wording), default=default, saved=saved)
+    return _valid_option(valid, f"an integer of at least {least}", optional, default=default, saved=saved)
 
 
-def flag(*, default: Any = REQUIRED, optional: bool = False) -> Any:
+def flag(*, default: Any, optional: bool = False) -> Any:
     """Declare True or False; or None if ``optional``."""
+    return _valid_option(lambda value: isinstance(value, bool), "True or False", optional, default=default)
+
+
+def function(*, default: Any = REQUIRED) -> Any:
+    """Declare a function, or None."""
+    return _valid_option(callable, "a function", True, default=default)
+
+
+def chunk(*, default: Any = REQUIRED) -> Any:
+    """Declare True, False, or a chunk size."""
 
     def valid(value: Any) -> bool:
-        return isinstance(value, bool) or (optional and value is None)
+        return isinstance(value, bool) or (is_count(value) and value > 0)
 
-    wording = _wording("True or False", optional)
-    return Option(check=lambda name, value: require(name, value, valid(value), wording), default=default)
+    return _valid_option(valid, "True, False or an integer of at least 1", False, default=default)
 
 
-def _wording(kind: str, optional: bool) -> str:
-    """Return the message for a value that is not of this kind."""
-    return f"Invalid {{name}} value: {{value}} (it must be {kind}{' or None' if optional else ''})"
+def _valid_option(valid: Callable[[Any], bool], what: str, optional: bool, **rest: Any) -> Option:
+    """Return an option whose values are valid, or None if ``optional``; ``what`` says in the error what they are."""
+    wording = f"Invalid {{name}} value: {{value}} (it must be {what}{' or None' if optional else ''})"
+
+    def check(name: str, value: Any) -> None:
+        require(name, value, (optional and value is None) or valid(value), wording)
+
+    return Option(check=check, **rest)
 
 
 def choice(*values: str, default: Any = REQUIRED, or_positive: bool = False, alias: str | None = None) -> Any:
@@ -190,14 +196,6 @@ def choice(*values: str, default: Any = REQUIRED, or_positive: bool = False, ali
     return Option(check=check, default=default, alias=alias)
 
 
-def function(*, default: Any = REQUIRED) -> Any:
-    """Declare a function, or None."""
-    wording = _wording("a function", optional=True)
-    return Option(
-        check=lambda name, value: require(name, value, value is None or callable(value), wording), default=default
-    )
-
-
 def factory(*, default: Any = REQUIRED) -> Any:
     """Declare a function that makes an optimizer from parameter groups, or None."""
 
@@ -205,16 +203,6 @@ def factory(*, default: Any = REQUIRED) -> Any:
         if not (value is None or callable(value)):
             shown = type(value).__name__ if isinstance(value, Optimizer) else value
             raise ValueError(f"Invalid {name} value: {shown}{HINT}")
-
-    return Option(check=check, default=default)
-
-
-def chunk(*, default: Any = REQUIRED) -> Any:
-    """Declare True, False, or a chunk size."""
-
-    def check(name: str, value: Any) -> None:
-        wording = "Invalid {name} value: {value} (it must be True, False or an integer of at least 1)"
-        require(name, value, isinstance(value, bool) or (is_count(value) and value > 0), wording)
 
     return Option(check=check, default=default)
 
@@ -286,21 +274,6 @@ class Options:
         return values
 
 
-def parameters_of(cls: type[Options]) -> dict[str, inspect.Parameter]:
-    """Return a class's options as keyword arguments, in the order in which they were declared, base class first."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return {
-        name: inspect.Parameter(name, kind, default=one.default, annotation=one.annotation)
-        for name, one in cls._options.items()
-        if one.init
-    }
-
-
-def owner_of_common_options(cls: type[Options]) -> type[Options]:
-    """Return the base class that declares the options which all methods have."""
-    return next(owner for owner in reversed(cls.__mro__) if issubclass(owner, Options) and owner._options)
-
-
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 # Words of other libraries and of papers, with the words of this one.
@@ -325,23 +298,23 @@ FIRST = ("upper", "lower", "lr", "lower_lr", "lower_steps")  # then the method's
 
 def signature_of(cls: type[Options]) -> inspect.Signature:
     """Return the signature of a method: its options by name, and the arguments of an ``__init__`` of its own."""
-    base = owner_of_common_options(cls)
-    options, common = parameters_of(cls), parameters_of(base)
+    # The first class with options declares the common ones.
+    base = next(owner for owner in reversed(cls.__mro__) if issubclass(owner, Options) and owner._options)
     found: dict[str, inspect.Parameter] = {}
+    takes_options = True
     for owner in cls.__mro__[: cls.__mro__.index(base) + 1]:
-        if "__init__" in vars(owner):
+        if takes_options and "__init__" in vars(owner):
             own = [*inspect.signature(vars(owner)["__init__"]).parameters.values()][1:]
             named = [p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
             found |= {p.name: p for p in named if p.name not in found}
-            if not any(p.kind is p.VAR_KEYWORD for p in own):
-                return _ordered(found)
-    order = [*FIRST, *(name for name in options if name not in common), *common]
-    return _ordered(found | {name: options[name] for name in order if name in options and name not in found})
-
-
-def _ordered(parameters: Mapping[str, inspect.Parameter]) -> inspect.Signature:
-    """Return the signature with the positional parameters before the keyword-only ones."""
-    return inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
+            takes_options = any(p.kind is p.VAR_KEYWORD for p in own)
+    options = {name: one for name, one in cls._options.items() if one.init and takes_options}
+    order = [*FIRST, *(name for name in options if name not in base._options), *base._options]
+    for name in order:
+        if name in options and name not in found:
+            kind, one = inspect.Parameter.KEYWORD_ONLY, options[name]
+            found[name] = inspect.Parameter(name, kind, default=one.default, annotation=one.annotation)
+    return inspect.Signature(sorted(found.values(), key=lambda p: p.kind))  # positional parameters first
 
 
 def argument_error(
@@ -386,38 +359,30 @@ def _hint(cls: type[Any], option: str, known: list[str], methods: Iterable[type[
     return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(known)}"
 
 
-def explain_bad_call(sentence: str = "") -> Callable[[Verb], Verb]:
-    """Decorate a function so that a call with wrong arguments raises an error with a hint."""
+def explain_bad_call(verb: Verb, sentence: str = "") -> Verb:
+    """Decorate a function so that a call with wrong arguments raises an error with a hint, or with this sentence."""
 
-    def decorated(verb: Verb) -> Verb:
-        @functools.wraps(verb)
-        def called(*arguments: Any, **named: Any) -> Any:
-            try:
-                return verb(*arguments, **named)
-            except TypeError as error:
-                if (told := wrong_call(verb, error, named, sentence)) is None:
-                    raise
-                raise told from None
+    @functools.wraps(verb)
+    def called(*arguments: Any, **named: Any) -> Any:
+        try:
+            return verb(*arguments, **named)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # from inside the function
+                raise
+            hint = sentence or _hint_at_call(verb, str(error), [*named])
+            raise TypeError(f"{error}: {hint}" if hint else str(error)) from None
 
-        return cast(Verb, called)
-
-    return decorated
+    return cast(Verb, called)
 
 
-def wrong_call(
-    verb: Callable[..., Any], error: TypeError, named: Mapping[str, Any], sentence: str = ""
-) -> TypeError | None:
-    """Return the error for a function called with wrong arguments; None if the error comes from inside the function."""
-    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-        return None
+def _hint_at_call(verb: Callable[..., Any], error: str, named: Sequence[str]) -> str:
+    """Return what to do after a call with wrong arguments, whose error says this."""
     parameters = inspect.signature(verb).parameters
     known = [name for name in parameters if name != "self"]
-    hints = [_near(name, known) for name in named if name not in known]
-    if "were given" in str(error):
+    if "were given" in error:
         named_only = [name for name in known if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
-        hints = [f"pass these by name: {', '.join(named_only)}"]
-    hints = [sentence] if sentence else hints
-    return TypeError(": ".join([str(error), *hints]))
+        return f"pass these by name: {', '.join(named_only)}"
+    return ": ".join([_near(name, known) for name in named if name not in known])
 
 
 def _near(name: str, known: list[str]) -> str:
