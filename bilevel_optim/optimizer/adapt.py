@@ -14,7 +14,7 @@ from ..problem.parameters import is_count, require
 from ..problem.vector import Vector
 from ..pytree import tree_leaves
 from ..solvers.lower import LowerRule
-from .auto_rate import rule_at
+from .auto_rate import with_measured_rates
 from .step import FACTOR
 
 __all__ = ["lower_solution", "no_upper_loss", "number_of_steps", "objective_of", "require_tasks_alone"]
@@ -89,7 +89,7 @@ def lower_solution(
         oracle, start = _stack_tasks(oracle, start, tasks)
     _require_start(start, oracle)
     if any([group.get(FACTOR, False) for group in groups]):
-        oracle, rule_for = rule_at(oracle.at(lower=start), groups, rule_for, curvature, exact=exact)
+        oracle, _, rule_for, *_ = with_measured_rates(oracle.at(lower=start), groups, rule_for, curvature, exact=exact)
     start = start.detach().clone()
     rule = rule_for(start)
 

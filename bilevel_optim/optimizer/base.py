@@ -490,7 +490,6 @@ class BilevelOptimizer(Method):
         self.param_groups[0][OWN], self._placeholders = b"", False
         self._rules, self._upper_rules = self._new_rules()
         self._run_state.load(own)
-        self._run_state.kinds = checkpoint.saved_types(own)  # the first step casts the state to the current types
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
         self.numbers = own["numbers"]

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ Factory = Callable[[Any], Optimizer]
 
 
 class LowerChecks:
-    """Requirements on the lower optimizer; each test of its behaviour is made once.
+    """Requirements on the lower optimizer.
 
     Args:
         factory: function that makes it from parameter groups.
@@ -48,17 +48,22 @@ class LowerChecks:
 
     def __init__(self, factory: Factory, lr: float) -> None:
         self.factory, self.lr = factory, lr
-        self._shown: dict[str, bool] = {}
         self._own: tuple[list[str], list[str]] | None = None
 
     def probe(self) -> Optimizer:
         """Return the lower optimizer made for a dummy parameter."""
         return probe(self.factory, self.lr)
 
-    @property
+    @cached_property
     def accelerated(self) -> bool:
         """True for `AGD`, which has no option of torch's SGD but the momentum."""
-        return self._shows("accelerated", lambda *made: isinstance(probe(*made), AGD))
+        return isinstance(self.probe(), AGD)
+
+    @cached_property
+    def keeps_entries_apart(self) -> bool:
+        """True if the update of an entry depends only on that entry and its gradient."""
+        made = self.probe()
+        return not isinstance(made, NOT_ELEMENTWISE) and (is_known(made) or acts_elementwise(self.factory, self.lr))
 
     def require(self, kind: str) -> None:
         """Raise unless the optimizer is of this kind, a value of `MethodInfo.lower_optimizer`."""
@@ -73,7 +78,7 @@ class LowerChecks:
     def require_at_rest(self) -> None:
         """Raise if the optimizer moves y at zero gradient."""
         probe = self.probe()
-        if not is_known(probe) and not self._shows("resting", rests_without_gradient):
+        if not is_known(probe) and not rests_without_gradient(self.factory, self.lr):
             raise ValueError(
                 f"Invalid lower_optimizer value: {type(probe).__name__} moves y where the gradient is zero (a clamp, a "
                 "projection or a penalty in a hook or in its step), so y does not end where the implicit hypergradient "
@@ -90,7 +95,7 @@ class LowerChecks:
                 "torch's optimizers with a differentiable argument, such as SGD or Adam, or a method that does not "
                 "differentiate the lower steps, such as AID"
             )
-        if not is_known(probe) and not self._shows("differentiable", can_be_differentiated):
+        if not is_known(probe) and not can_be_differentiated(self.factory, self.lr):
             raise ValueError(
                 f"{name} has an update whose derivative by autograd is not its difference quotient (a hook or its step "
                 "changes gradients or parameters out of autograd's sight); use lower_clip= or lower_projection=, which "
@@ -99,7 +104,7 @@ class LowerChecks:
 
     def require_elementwise(self, what: str = "copies of y") -> None:
         """Raise if the optimizer would mix stacked tensors."""
-        if not self._shows("elementwise", _keeps_entries_apart):
+        if not self.keeps_entries_apart:
             raise ValueError(
                 f"Invalid lower_optimizer value: {type(self.probe()).__name__} does not update every entry "
                 f"independently, so it would mix the {what}; use an optimizer that does, such as SGD or Adam"
@@ -166,22 +171,11 @@ class LowerChecks:
         except Exception:  # it needs a rate
             return self.probe()
 
-    def _shows(self, what: str, test: Callable[[Factory, float], bool]) -> bool:
-        if what not in self._shown:
-            self._shown[what] = test(self.factory, self.lr)
-        return self._shown[what]
-
 
 def probe(factory: Factory, lr: Any = None) -> Optimizer:
     """Return the optimizer made for a dummy parameter."""
     group = {"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)]}
     return factory([group if lr is None else {**group, "lr": lr}])
-
-
-def _keeps_entries_apart(factory: Factory, lr: float) -> bool:
-    """Return True if the update of an entry depends only on that entry and its gradient."""
-    made = probe(factory, lr)
-    return not isinstance(made, NOT_ELEMENTWISE) and (is_known(made) or acts_elementwise(factory, lr))
 
 
 def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:

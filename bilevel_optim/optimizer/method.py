@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Ranks, text_of
 from ..errors import NonFiniteError
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
@@ -46,7 +46,6 @@ from ..problem.vector import Vector, any_sharded
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import GROWS, LED_AWAY, LowerRules
 from ..tracing import is_tracing
-from . import checkpoint
 from .auto_rate import (
     AUTO,
     MARGIN,
@@ -58,8 +57,8 @@ from .auto_rate import (
     stiffened,
     with_measured_rates,
 )
-from .checkpoint import OWN, initial_state, initialises
-from .declaration import UNDECLARED, MethodInfo, methods, register
+from .checkpoint import COUNTS, OWN, initial_state, initialises
+from .declaration import UNDECLARED, MethodInfo, register
 from .lower_checks import (
     LowerChecks,
     place_of_counts,
@@ -82,8 +81,6 @@ from .options import (
     is_generator,
     option,
     signature_of,
-    texts_of_arguments,
-    texts_of_options,
 )
 from .progress import DIVERGES, STILL, StepLength, watch_losses, watch_moves
 from .step import (
@@ -110,12 +107,17 @@ from .transaction import (
     reference_to_gradient,
     undo_of,
     writes_of,
-    writes_of_update,
 )
 from .upper_gradient import check_gradients, warn_of_spent
 
 MOST_CHECKS = 16  # different losses of one optimizer whose derivatives are checked
 _NONE_OF_SGD = OF_SGD.keys().isdisjoint
+PLAIN = (bool, int, float, str, tuple, type(None))
+# Arguments that may differ between ranks, or that are compared in another form (groups, and the optimizers made).
+NOT_COMPARED = (
+    "upper", "lower", "lr", "lower_lr", "upper_optimizer", "lower_optimizer", "process_group", "state_device",
+    "vectorize",
+)  # fmt: skip
 KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
 
 __all__ = ["Method"]
@@ -170,11 +172,11 @@ class Method(Options, Optimizer, ABC):
             try:
                 bound = cls.__signature__.bind(*arguments, **options)  # type: ignore[attr-defined]
             except TypeError as error:
-                raise argument_error(cls, error, arguments, options, methods().values()) from None
+                raise argument_error(cls, error, arguments, options) from None
             if options.get("process_group") is not None:
                 bound.apply_defaults()
                 made = super().__new__(cls)
-                made._arguments = texts_of_arguments(bound.arguments)
+                made._arguments = {k: text_of(v) for k, v in bound.arguments.items() if k not in NOT_COMPARED}
                 return made
         return super().__new__(cls)
 
@@ -358,11 +360,22 @@ class Method(Options, Optimizer, ABC):
 
     def _decisive(self, groups: Groups) -> dict[str, str]:
         """Return the options that determine a step, besides losses, data and values, as texts by name."""
+        found: dict[str, Any] = {"method": type(self), "steps made": self._run_state.steps}
+        for name, value in vars(self).items():  # present values replace those of the arguments
+            if name in self._arguments or (isinstance(value, PLAIN) and not name.startswith("_")):
+                found[name] = value
+        for i, group in enumerate(self.param_groups):
+            entries = {name: v for name, v in group.items() if name not in ("params", "param_names", "level", OWN)}
+            entries["shapes"] = [tuple(p.shape) for p in group["params"] if p.requires_grad]
+            found |= {f"group {i}": group["level"], **{f"{name} of group {i}": v for name, v in entries.items()}}
         moved = self.declared.lower_optimizer != "none"
-        rules = {"upper": self._upper_rules, "lower": self._rules if moved else None}
-        return texts_of_options(
-            type(self), self._run_state.steps, vars(self), self._arguments, self.param_groups, groups, rules
-        )
+        for level, rules in (("upper", self._upper_rules), ("lower", self._rules if moved else None)):
+            kind, options = (None, []) if rules is None else rules.described(groups[level])
+            found[f"{level}_optimizer"] = kind
+            for name in options[0] if options else ():
+                values = [own.get(name) for own in options]
+                found[f"{name} of {level}_optimizer"] = values if len(values) > 1 else values[0]
+        return {**self._arguments, **{name: text_of(value) for name, value in found.items()}}
 
     def _step_inputs(
         self, oracle: Oracle, groups: Groups, random_inputs: Mapping[str, Any] | None = None
@@ -529,9 +542,16 @@ class Method(Options, Optimizer, ABC):
             terms = {f"{level}_terms": own.terms for level, own in losses if own.terms}
             draws = self._draws(replace(inputs, numbers=inputs.numbers | terms))
             margin = MARGIN_OF_TERMS if self.declared.data == "finite_sum" else MARGIN
-            oracle, inputs, curvature, told = with_measured_rates(
-                oracle, inputs, draws, exact=self._exact_products, margin=margin
+            oracle, groups, rule, curvature, told = with_measured_rates(
+                oracle,
+                inputs.lower_groups,
+                inputs.rule,
+                inputs.memory.get(CURVATURE),
+                draws,
+                exact=self._exact_products,
+                margin=margin,
             )
+            inputs = replace(inputs, lower_groups=groups, rule=rule)
         estimate = self.estimate(oracle, inputs)
         if self._lower_solver is not None:
             alert_if_unsolved(oracle, inputs, estimate)
@@ -606,8 +626,6 @@ class Method(Options, Optimizer, ABC):
         """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
         if not self._one_loss and self.check_finite:
             state = self._run_state
-            if not losses.dim() and losses.is_cpu and state.upper_trend.is_usual(losses.item()):
-                return
             watch_losses(state.upper_trend, state.warned, state.steps, losses, self._slope if moves else lambda: None)
 
     def _watch_moves(self, loss: float, before: Sequence[Vector]) -> None:
@@ -673,7 +691,7 @@ class Method(Options, Optimizer, ABC):
     def _update_writes(self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]) -> list[Action]:
         """Return the writes of an update of x and of plain numbers; ``numbers`` are the estimate's."""
         y = [] if update.lower is None else self.parameters("lower")
-        writes = writes_of_update(self.state, moved, y, update, update.lower)
+        writes = writes_of(self.state, moved, y, None, update)
         return [*writes, partial(vars(self).update, numbers={**self.numbers, **numbers, **update.numbers})]
 
     def parameters(self, level: str) -> list[Tensor]:
@@ -833,7 +851,7 @@ class Method(Options, Optimizer, ABC):
 
     def _place_of(self, name: str, parameter: Tensor) -> torch.device | None:
         """Return the device for a loaded entry of ``state[parameter]``; None: the device it was saved from."""
-        if not checkpoint.counts(name):
+        if name not in COUNTS:
             return parameter.device
         group = next(group for group in self.param_groups if any([p is parameter for p in group["params"]]))
         factory = self._upper_factory if group["level"] == "upper" else self._lower_factory

@@ -11,18 +11,15 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
 import torch
 from torch.optim import Optimizer
 
-from ..distributed.ranks import text_of
 from ..problem.parameters import is_count, is_number, require, require_choice
-from ..solvers.lower import LowerRules
-from .checkpoint import OWN
-from .step import Groups
+from .declaration import methods
 
 __all__ = [
     "FROM_ONE",
@@ -45,8 +42,6 @@ __all__ = [
     "number",
     "option",
     "signature_of",
-    "texts_of_arguments",
-    "texts_of_options",
 ]
 
 REQUIRED = inspect.Parameter.empty
@@ -318,13 +313,9 @@ def signature_of(cls: type[Options]) -> inspect.Signature:
 
 
 def argument_error(
-    cls: type[Any],
-    error: TypeError,
-    arguments: tuple[Any, ...],
-    options: Mapping[str, Any],
-    methods: Iterable[type[Any]],
+    cls: type[Any], error: TypeError, arguments: tuple[Any, ...], options: Mapping[str, Any]
 ) -> TypeError:
-    """Return the error for a method's constructor called with wrong arguments; ``methods`` are all known methods."""
+    """Return the error for a method's constructor called with wrong arguments."""
     name, known = cls.__name__, signature_of(cls).parameters
     unknown = [option for option in options if option not in known]
     if len(arguments) > 2:
@@ -335,11 +326,11 @@ def argument_error(
     if not unknown:
         usual = " (10 is usual; bo.suggest tries some)" if "'lower_steps'" in str(error) else ""
         return TypeError(f"{name}: {error}{usual}")
-    texts = [f"{name} has no option {option!r}{_hint(cls, option, [*known], methods)}" for option in unknown]
+    texts = [f"{name} has no option {option!r}{_hint(option, [*known])}" for option in unknown]
     return TypeError("\n".join(texts))
 
 
-def _hint(cls: type[Any], option: str, known: list[str], methods: Iterable[type[Any]]) -> str:
+def _hint(option: str, known: list[str]) -> str:
     if option == "lower_steps":
         return ": it is a single loop, with one lower step in each step; leave lower_steps out"
     takers = [name for name in ("upper_optimizer", "lower_optimizer") if name in known]
@@ -351,7 +342,7 @@ def _hint(cls: type[Any], option: str, known: list[str], methods: Iterable[type[
     meant = next((name for name in (WHOLE.get(plain), plain) if name in known), None)
     if meant is not None and meant != option:
         return f"; did you mean {meant!r}?" + (" (one over the penalty's multiplier)" if meant == "nu" else "")
-    owners = [method.__name__ for method in methods if option in signature_of(method).parameters]
+    owners = [method.__name__ for method in methods().values() if option in signature_of(method).parameters]
     if owners:
         others = ", ..." if len(owners) > 3 else ""
         return f", which is an option of {', '.join(owners[:3])}{others}"
@@ -389,53 +380,3 @@ def _near(name: str, known: list[str]) -> str:
     plain = "_".join(word for word in (PARTS.get(word, word) for word in name.lower().split("_")) if word)
     close = [plain] if plain in known else difflib.get_close_matches(name, known, 1, 0.7)
     return f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
-
-
-PLAIN = (bool, int, float, str, tuple, type(None))
-# Arguments that may differ between ranks, or that are compared in another form (groups, and the optimizers made).
-NOT_COMPARED = (
-    "upper", "lower", "lr", "lower_lr", "upper_optimizer", "lower_optimizer", "process_group", "state_device",
-    "vectorize",
-)  # fmt: skip
-
-
-def texts_of_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return the arguments of a constructor that are compared, as texts by name."""
-    return {name: text_of(value) for name, value in arguments.items() if name not in NOT_COMPARED}
-
-
-def texts_of_options(
-    method: type[Any],
-    steps: int,
-    attributes: Mapping[str, Any],
-    arguments: Mapping[str, str],
-    groups: Sequence[Mapping[str, Any]],
-    groups_of: Groups,
-    rules: Mapping[str, LowerRules | None],
-) -> dict[str, str]:
-    """Return the options that determine a step, besides losses, data and values, as texts by name.
-
-    Args:
-        method: class of the method.
-        steps: outer steps made.
-        attributes: attributes of the method, whose present values replace those of the arguments.
-        arguments: result of `texts_of_arguments`.
-        groups: all parameter groups.
-        groups_of: those of each level.
-        rules: update of each level by its optimizer; None if there is none.
-    """
-    found: dict[str, Any] = {"method": method, "steps made": steps}
-    for name, value in attributes.items():
-        if name in arguments or (isinstance(value, PLAIN) and not name.startswith("_")):
-            found[name] = value
-    for i, group in enumerate(groups):
-        entries = {name: v for name, v in group.items() if name not in ("params", "param_names", "level", OWN)}
-        entries["shapes"] = [tuple(p.shape) for p in group["params"] if p.requires_grad]
-        found |= {f"group {i}": group["level"], **{f"{name} of group {i}": v for name, v in entries.items()}}
-    for level, own_rules in rules.items():
-        kind, options = (None, []) if own_rules is None else own_rules.described(groups_of[level])
-        found[f"{level}_optimizer"] = kind
-        for name in options[0] if options else ():
-            values = [own.get(name) for own in options]
-            found[f"{name} of {level}_optimizer"] = values if len(values) > 1 else values[0]
-    return {**arguments, **{name: text_of(value) for name, value in found.items()}}
