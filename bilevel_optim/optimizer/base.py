@@ -88,7 +88,7 @@ class BilevelOptimizer(Method):
             takes the drawn tasks and returns tensors with a leading dimension for them. Default: the live y.
         task_memory: with tasks, start the lower solve of each task where it ended when the task was last drawn, and the
             first time at the live y. The sampler must have a length and draw ids. One row of the size of y is stored
-            per task. Default: False.
+            per task; `SOBA`, `FSLA` and `AmIGO` keep their v as well. Default: False.
         process_group: ``torch.distributed`` group over whose ranks all oracles are averaged. Each rank has its own part
             of the data, the same parameters (compared in the first step) and the same options (compared at the
             beginning of each step). Default: None.

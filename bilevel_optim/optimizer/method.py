@@ -67,7 +67,7 @@ from .lower_checks import (
     require_unlimited,
     require_update_alone,
 )
-from .lower_start import alert_if_unsolved, remembered_tasks, require_task_memory, write_lower
+from .lower_start import alert_if_unsolved, remembered_tasks, require_task_memory, warn_of_forgetting, write_lower
 from .options import (
     InitVar,
     Options,
@@ -262,6 +262,9 @@ class Method(Options, Optimizer, ABC):
                     "lower_solver= solves one lower problem, and a step with tasks has many; leave out tasks=, or "
                     "create the optimizer without lower_solver="
                 )
+            single_loop = self.declared.kept_by_tasks and not self.declared.lower_steps
+            if tasks is not None and single_loop and not self.task_memory:
+                warn_of_forgetting(type(self).__name__, self._run_state.warned)
             self._heed_options_of_sgd()
             look = update and self._run_state.steps == STILL - 1 and self.check_finite and not self._one_loss
             before = [Vector(self.parameters(level)).detach().clone() for level in LEVELS] if look else []
@@ -777,7 +780,8 @@ class Method(Options, Optimizer, ABC):
         None if they are not known before the step, as for `_draws`. The draws of `RTMLMC` and `DLSGD` depend on the
         level of each context, a random number, and come from a separate generator for each purpose.
         """
-        draws = self._draws(replace(inputs, memory={}, tables={}))  # tasks start without the state of y
+        kept = dict.fromkeys(self.declared.kept_by_tasks if self.task_memory else (), Vector([]))
+        draws = self._draws(replace(inputs, memory=kept, tables={}))  # tasks start without other state of y
         if draws is None:
             return None
         return [TaskDraw("tasks", task_count(sampler, self.tasks_per_step)), *of_tasks(draws, self._rows_per_batch)]
@@ -834,6 +838,7 @@ class Method(Options, Optimizer, ABC):
             random_inputs=self._random_inputs(),
             joined=self._joined,
             remembered=remembered_tasks(sampler) if self.task_memory else None,
+            kept=self.declared.kept_by_tasks,
         )
         return estimate if self.warm_start else replace(estimate, lower=None)
 
