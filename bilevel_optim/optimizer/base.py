@@ -16,7 +16,7 @@ from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
 from ..problem.objective import Loss, version_of
 from ..problem.parameters import by_level, is_count, require
-from ..problem.tasks import fresh_start
+from ..problem.tasks import as_start
 from ..problem.vector import Vector
 from . import adapt, checkpoint
 from .checkpoint import OWN
@@ -257,7 +257,7 @@ class BilevelOptimizer(Method):
             elif start is None and tasks is None and self._lower_solver is not None:
                 start = self._solved_below()
             elif start is None and tasks is None and inputs.lower_init is not None:
-                begun = fresh_start(oracle.y, oracle.lower_names(), inputs.lower_init)
+                begun = as_start(inputs.lower_init(), oracle.y, oracle.lower_names())
                 inputs, start = replace(inputs, start=begun), begun.detach()
             estimate = self._estimate(oracle, inputs, tasks, start)
             transaction.conclude()
@@ -311,7 +311,7 @@ class BilevelOptimizer(Method):
             adapt.require_tasks_alone(batch, write=write, one_at_a_time=one_at_a_time, method=method)
             self._lower_checks.require_elementwise("tasks")
         task = adapt.objective_of(lower, batch)
-        oracle = self._oracle(task) if self._one_loss else self._oracle(adapt.no_upper_loss, task)
+        oracle = self._oracle(task, None if self._one_loss else task)  # the upper loss is not evaluated
         oracle.shared = False
         groups = by_level(self.param_groups)["lower"]
         self._run_state.follow(self.state, self.param_groups)

@@ -30,9 +30,9 @@ __all__ = [
     "place_of_counts",
     "probe",
     "rate_of",
+    "require_given_gradient",
     "require_optimizer",
     "require_unlimited",
-    "require_update_alone",
 ]
 
 Factory = Callable[[Any], Optimizer]
@@ -67,13 +67,13 @@ class LowerChecks:
 
     def require(self, kind: str) -> None:
         """Raise unless the optimizer is of this kind, a value of `MethodInfo.lower_optimizer`."""
-        checks = {
-            "elementwise": self.require_elementwise,
-            "differentiable": self._require_differentiable,
-            "given gradient": self._require_given_gradient,
-        }
-        if kind in checks:
-            checks[kind]()
+        if kind == "elementwise":
+            self.require_elementwise()
+        elif kind == "differentiable":
+            self._require_differentiable()
+        elif kind == "given gradient":
+            why = "this method passes it one gradient, computed before the lower step"
+            require_given_gradient(self.probe(), "lower", why)
 
     def require_at_rest(self) -> None:
         """Raise if the optimizer moves y at zero gradient."""
@@ -108,16 +108,6 @@ class LowerChecks:
             raise ValueError(
                 f"Invalid lower_optimizer value: {type(self.probe()).__name__} does not update every entry "
                 f"independently, so it would mix the {what}; use an optimizer that does, such as SGD or Adam"
-            )
-
-    def _require_given_gradient(self) -> None:
-        """Raise if the optimizer evaluates gradients at points of its own, because the method passes one gradient."""
-        kind = type(self.probe())
-        if issubclass(kind, AGD) or needs_closure(self.probe()):
-            raise ValueError(
-                f"Invalid lower_optimizer value: {kind.__name__} evaluates gradients at points of its own, but "
-                "this method passes it one gradient, computed before the lower step; use an optimizer that needs only "
-                "that, such as SGD or Adam"
             )
 
     def warn_of_decay(self, group: Mapping[str, Any]) -> None:
@@ -253,13 +243,12 @@ def require_optimizer(level: str, factory: Factory) -> None:
         )
 
 
-def require_update_alone(factory: Factory, lr: Any) -> None:
-    """Raise if an upper optimizer evaluates gradients at points of its own."""
-    made = probe(factory, lr)
+def require_given_gradient(made: Optimizer, level: str, why: str) -> None:
+    """Raise if the optimizer of a level evaluates gradients at points of its own; ``why`` says that there is one."""
     if isinstance(made, AGD) or needs_closure(made):
         raise ValueError(
-            f"Invalid upper_optimizer value: {type(made).__name__} evaluates gradients at points of its own, but "
-            "there is one hypergradient for each step; use an optimizer that needs only that, such as SGD or Adam"
+            f"Invalid {level}_optimizer value: {type(made).__name__} evaluates gradients at points of its own, but "
+            f"{why}; use an optimizer that needs only that, such as SGD or Adam"
         )
 
 

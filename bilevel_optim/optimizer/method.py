@@ -30,7 +30,6 @@ from ..problem.parameters import (
     as_groups,
     by_level,
     consistently_named,
-    has_options_of_sgd,
     level_of,
     names_of,
     require_apart,
@@ -62,10 +61,11 @@ from .declaration import UNDECLARED, MethodInfo, register
 from .lower_checks import (
     LowerChecks,
     place_of_counts,
+    probe,
     rate_of,
+    require_given_gradient,
     require_optimizer,
     require_unlimited,
-    require_update_alone,
 )
 from .lower_start import alert_if_unsolved, remembered_tasks, require_task_memory, warn_of_forgetting, write_lower
 from .options import (
@@ -168,6 +168,7 @@ class Method(Options, Optimizer, ABC):
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Report a missing or unknown argument as the method's own, not a base class's."""
+        compared = {}
         if arguments or options:  # copying passes none
             try:
                 bound = cls.__signature__.bind(*arguments, **options)  # type: ignore[attr-defined]
@@ -175,10 +176,11 @@ class Method(Options, Optimizer, ABC):
                 raise argument_error(cls, error, arguments, options) from None
             if options.get("process_group") is not None:
                 bound.apply_defaults()
-                made = super().__new__(cls)
-                made._arguments = {k: text_of(v) for k, v in bound.arguments.items() if k not in NOT_COMPARED}
-                return made
-        return super().__new__(cls)
+                compared = {k: text_of(v) for k, v in bound.arguments.items() if k not in NOT_COMPARED}
+        made = super().__new__(cls)
+        if compared:
+            made._arguments = compared
+        return made
 
     def __init__(self, upper: Params, lower: Params, **options: Any) -> None:
         values = self._checked_options({"upper": upper, "lower": lower, **options})
@@ -211,7 +213,7 @@ class Method(Options, Optimizer, ABC):
                 process_group=values["process_group"],
             )
         if upper_optimizer is not None:
-            require_update_alone(upper_optimizer, lr)
+            require_given_gradient(probe(upper_optimizer, lr), "upper", "there is one hypergradient for each step")
         self._limits = limits_of(values["lower_clip"], values["lower_projection"], interior=self._stationary)
         self._lower_checks = LowerChecks(self._lower_factory, lower_lr)
         self._oracle_options = EvaluationOptions(
@@ -676,31 +678,31 @@ class Method(Options, Optimizer, ABC):
         groups = by_level(self.param_groups)
         for group in groups["upper"]:
             group["params"] = [p for p in group["params"] if p.grad is not None]
-        moved = [p for group in groups["upper"] for p in group["params"]]
-        check_gradients(moved, self._run_state)
-        inputs = self._inputs(groups, moved, tensors_of(groups["lower"], "lower"))
-        with Transaction(self.generator, device=moved[0].device) as transaction:
-            update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
-            transaction.commit(self._update_writes(moved, update, {}), undo_of(self.state, moved, inputs.lower))
+        x = [p for group in groups["upper"] for p in group["params"]]
+        check_gradients(x, self._run_state)
+        with Transaction(self.generator, device=x[0].device) as transaction:
+            writes = self._update_writes(groups, x, Vector(p.grad for p in x))
+            transaction.commit(writes, undo_of(self.state, x, ()))
         self._run_state.written = {}  # our own update has changed the versions
-        warn_of_spent(moved, self._run_state)
+        warn_of_spent(x, self._run_state)
 
     @torch.no_grad()
-    def _update_writes_after(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Action]:
-        """Return the writes of the update of x from an estimate made elsewhere."""
-        inputs = self._inputs(by_level(self.param_groups), x, y).after(estimate)
-        return self._update_writes(x, self.update(Vector(x).detach(), estimate.gradient, inputs), estimate.numbers)
-
-    def _update_writes(self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]) -> list[Action]:
-        """Return the writes of an update of x and of plain numbers; ``numbers`` are the estimate's."""
-        y = [] if update.lower is None else self.parameters("lower")
-        writes = writes_of(self.state, moved, y, None, update)
-        return [*writes, partial(vars(self).update, numbers={**self.numbers, **numbers, **update.numbers})]
+    def _update_writes(
+        self, groups: Groups, x: Sequence[Tensor], gradient: Vector, estimate: Estimate | None = None
+    ) -> list[Action]:
+        """Return the writes of an update of x along a gradient, that of an estimate made elsewhere, if there is one."""
+        y = tensors_of(groups["lower"], "lower")
+        inputs, numbers = self._inputs(groups, x, y), self.numbers
+        if estimate is not None:
+            inputs, numbers = inputs.after(estimate), numbers | estimate.numbers
+        update = self.update(Vector(x).detach(), gradient, inputs)
+        writes = writes_of(self.state, x, y, None, update)
+        return [*writes, partial(vars(self).update, numbers=numbers | update.numbers)]
 
     def parameters(self, level: str) -> list[Tensor]:
         """Return the parameters of one level that require a gradient."""
-        groups = [group["params"] for group in self.param_groups if group["level"] == level]
-        return tensors_of([{"params": [p for params in groups for p in params if p.requires_grad]}], level)
+        groups = [group for group in self.param_groups if group["level"] == level]
+        return tensors_of([{"params": [p for group in groups for p in group["params"] if p.requires_grad]}], level)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in ``torch.optim``, with a ``"level"``: ``"upper"`` or ``"lower"``."""
@@ -726,15 +728,23 @@ class Method(Options, Optimizer, ABC):
 
     def _heed_options_of_sgd(self, *added: dict[str, Any]) -> None:
         """Move x by torch's SGD if an upper group has options of it; refuse them where the method makes the steps."""
-        if all(map(_NONE_OF_SGD, self.param_groups)) and all(map(_NONE_OF_SGD, added)):
+        groups, moves_by_sgd = (*self.param_groups, *added), False
+        if all(map(_NONE_OF_SGD, groups)):
             return  # as in most steps
         accelerated = self._lower_checks.accelerated
         own_updates = {
             "upper": self.declared.upper_update and f"x: {self.declared.upper_update}",
             "lower": "y" if self.declared.lower_optimizer == "none" else "y: Nesterov's method" if accelerated else "",
         }
-        known = ("momentum",) if accelerated else ()
-        moves_by_sgd = has_options_of_sgd((*self.param_groups, *added), own_updates, type(self).__name__, known)
+        for group in groups:
+            level = group["level"]
+            for name in filter(group.get, OF_SGD):
+                if own_updates[level] and not (level == "lower" and accelerated and name == "momentum"):
+                    raise ValueError(
+                        f"Invalid {name} value: {group[name]} ({type(self).__name__} has its own update of "
+                        f"{own_updates[level]}; leave {name} out of the {level} groups)"
+                    )
+                moves_by_sgd = moves_by_sgd or level == "upper"
         if moves_by_sgd and self._upper_factory is None:
             self._upper_factory, self._upper_rules = SGD, LowerRules(SGD)
 

@@ -136,9 +136,7 @@ RandomState = tuple[Tensor, ...]  # of the host, and of a device with a random s
 
 def default_state(device: torch.device) -> RandomState:
     """Return the state of torch's default generators for evaluations on a device (if unknown, the host's alone)."""
-    if device.type == "cpu":
-        return (torch.get_rng_state(),)
-    own = _own_state(device.type)
+    own = None if device.type == "cpu" else _own_state(device.type)
     if own is None:
         return (torch.get_rng_state(),)
     read, _, alone = own
