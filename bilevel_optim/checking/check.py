@@ -17,7 +17,7 @@ from ..errors import GradcheckError
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..optimizer.base import BilevelOptimizer
-from ..optimizer.options import explain_bad_call
+from ..optimizer.hooks import explain_bad_call
 from ..oracle.buffers import Buffers
 from ..oracle.doors import START, leads
 from ..oracle.oracle import Oracle

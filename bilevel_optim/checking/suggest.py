@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import GradcheckError
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import methods as known_methods
-from ..optimizer.options import explain_bad_call
+from ..optimizer.hooks import explain_bad_call
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..oracle.session import EvaluationOptions, Session

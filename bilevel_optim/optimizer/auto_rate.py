@@ -29,14 +29,13 @@ from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Ahead, Sample
 from ..problem.vector import Vector, coarsest, is_sharded
-from ..pytree import replace
 from ..solvers.agd import AGD
 from ..solvers.lower import NO_END, LowerRule, is_known
 from .lower_checks import Factory, own_rate, probe, rate_of
-from .step import CURVATURE, FACTOR, Draw, StepInputs
+from .step import FACTOR, Draw, StepInputs
 
 __all__ = [
-    "AUTO", "MARGIN", "MARGIN_OF_TERMS", "SMALLER", "is_quiet", "led_away", "lower_rate", "stiffened",
+    "AUTO", "MARGIN", "MARGIN_OF_TERMS", "SMALLER", "STIFFER", "is_quiet", "led_away", "lower_rate",
     "with_measured_rates",
 ]  # fmt: skip
 
@@ -143,11 +142,6 @@ def is_quiet(keys: set[str], inputs: StepInputs, estimate: Estimate, key: str) -
     rate = estimate.diagnostics.get("lower_lr", max(inputs.lower_rates, default=0.0))
     rounding = 10 * coarsest(y)
     return residual is not None and bool(residual.norm() * rate <= rounding * y.norm())
-
-
-def stiffened(inputs: StepInputs, estimate: Estimate) -> StepInputs:
-    """Return inputs for the same step with smaller rates, after an estimate whose lower steps left the solution."""
-    return replace(inputs, memory={**inputs.memory, CURVATURE: estimate.memory[CURVATURE].times(STIFFER)})
 
 
 def _with_first_sample(oracle: Oracle, draws: Sequence[Draw] | None) -> tuple[Oracle, Sample]:

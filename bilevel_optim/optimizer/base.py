@@ -21,10 +21,10 @@ from ..problem.vector import Vector
 from . import adapt, checkpoint
 from .checkpoint import OWN
 from .diagnostics import described, floats
-from .hooks import no_dynamo, with_hooks
+from .hooks import explain_bad_call, no_dynamo, with_hooks
 from .lower_checks import probe
 from .method import Method
-from .options import FROM_ONE, explain_bad_call, signature_of
+from .options import FROM_ONE, signature_of
 from .step import CURVATURE, Start, replace
 from .transaction import SOLVER, Transaction, recalled, reference_to_gradient
 

@@ -50,10 +50,10 @@ from .auto_rate import (
     MARGIN,
     MARGIN_OF_TERMS,
     SMALLER,
+    STIFFER,
     is_quiet,
     led_away,
     lower_rate,
-    stiffened,
     with_measured_rates,
 )
 from .checkpoint import COUNTS, OWN, initial_state, initialises
@@ -530,7 +530,8 @@ class Method(Options, Optimizer, ABC):
                     raise
                 stiffer = True
             if stiffer:
-                inputs, smaller = stiffened(inputs, estimate), smaller - 1
+                curvature = estimate.memory[CURVATURE].times(STIFFER)
+                inputs, smaller = replace(inputs, memory={**inputs.memory, CURVATURE: curvature}), smaller - 1
             elif not alerts or self._reacts_to(inputs.numbers) not in alerts:
                 return estimate
             else:

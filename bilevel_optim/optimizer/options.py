@@ -8,12 +8,11 @@ misspelt arguments. A type checker reads the same line (``typing.dataclass_trans
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, replace
-from typing import Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
+from typing import Any, ClassVar, Literal, dataclass_transform
 
 import torch
 from torch.optim import Optimizer
@@ -33,7 +32,6 @@ __all__ = [
     "choice",
     "chunk",
     "count",
-    "explain_bad_call",
     "factory",
     "fixed",
     "flag",
@@ -269,8 +267,6 @@ class Options:
         return values
 
 
-Verb = TypeVar("Verb", bound=Callable[..., Any])
-
 # Words of other libraries and of papers, with the words of this one.
 WORDS = {
     "inner": "lower", "unroll": "lower", "unrolled": "lower", "unrolling": "lower", "y": "lower", "outer": "upper",
@@ -279,8 +275,6 @@ WORDS = {
     "optim": "optimizer", "lr": "lr", "rate": "lr", "learning": "", "num": "", "n": "", "number": "", "of": "",
     "max": "",
 }  # fmt: skip
-# The same for arguments of public methods.
-PARTS = {"inner": "lower", "outer": "upper", "loss": "", "fn": "", "objective": "", "sampler": "tasks"}
 WHOLE = {"upper_lr": "lr", "lambda": "nu", "lam": "nu", "penalty": "nu", "upper_steps": "step"}
 # Options of torch's optimizers, and an optimizer that has each.
 OF_TORCH = {
@@ -348,35 +342,3 @@ def _hint(option: str, known: list[str]) -> str:
         return f", which is an option of {', '.join(owners[:3])}{others}"
     close = difflib.get_close_matches(option, known, 1, 0.7) or difflib.get_close_matches(plain, known, 1, 0.7)
     return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(known)}"
-
-
-def explain_bad_call(verb: Verb, sentence: str = "") -> Verb:
-    """Decorate a function so that a call with wrong arguments raises an error with a hint, or with this sentence."""
-
-    @functools.wraps(verb)
-    def called(*arguments: Any, **named: Any) -> Any:
-        try:
-            return verb(*arguments, **named)
-        except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # from inside the function
-                raise
-            hint = sentence or _hint_at_call(verb, str(error), [*named])
-            raise TypeError(f"{error}: {hint}" if hint else str(error)) from None
-
-    return cast(Verb, called)
-
-
-def _hint_at_call(verb: Callable[..., Any], error: str, named: Sequence[str]) -> str:
-    """Return what to do after a call with wrong arguments, whose error says this."""
-    parameters = inspect.signature(verb).parameters
-    known = [name for name in parameters if name != "self"]
-    if "were given" in error:
-        named_only = [name for name in known if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
-        return f"pass these by name: {', '.join(named_only)}"
-    return ": ".join([_near(name, known) for name in named if name not in known])
-
-
-def _near(name: str, known: list[str]) -> str:
-    plain = "_".join(word for word in (PARTS.get(word, word) for word in name.lower().split("_")) if word)
-    close = [plain] if plain in known else difflib.get_close_matches(name, known, 1, 0.7)
-    return f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"

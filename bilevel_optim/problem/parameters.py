@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Never, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -78,15 +78,17 @@ def is_count(value: object) -> bool:
 
 def as_groups(parameters: Params, level: str) -> list[dict[str, Any]]:
     """Return the groups in ``parameters``, marked with their level."""
+    entries: list[Any] = []
     if isinstance(parameters, torch.nn.Module):
-        _refuse_module(parameters, level)
-    if isinstance(parameters, (Tensor, dict)) or not isinstance(parameters, Iterable):
+        entries = [parameters]
+    elif isinstance(parameters, (Tensor, dict)) or not isinstance(parameters, Iterable):
         raise TypeError(
             f"{level} parameters should be an iterable of tensors, of (name, tensor) pairs or of dicts, but got "
             f"{torch.typename(parameters)}"
             f"{' (write [tensor])' if isinstance(parameters, Tensor) else '; pass model.parameters() or a list'}"
         )
-    entries: list[Any] = list(parameters)
+    else:
+        entries = list(parameters)
     if not entries:
         why = (
             ": the iterator that was passed is used up (it has been iterated before), or its module has no "
@@ -96,9 +98,11 @@ def as_groups(parameters: Params, level: str) -> list[dict[str, Any]]:
             f"optimizer got an empty {level} parameter list"
             f"{why if isinstance(parameters, Iterator) else '; pass at least one tensor'}"
         )
-    for entry in entries:
-        if isinstance(entry, torch.nn.Module):
-            _refuse_module(entry, level)
+    if modules := [entry for entry in entries if isinstance(entry, torch.nn.Module)]:
+        raise TypeError(
+            f"{level} parameters should be tensors, but got the module {type(modules[0]).__name__}: pass its "
+            ".parameters()"
+        )
     groups: list[dict[str, Any]] = [dict(e) for e in entries] if isinstance(entries[0], dict) else [{"params": entries}]
     for group in groups:
         if "params" not in group:
@@ -109,11 +113,6 @@ def as_groups(parameters: Params, level: str) -> list[dict[str, Any]]:
         group["params"] = [given] if isinstance(given, Tensor) else list(given)
         group["level"] = level
     return groups
-
-
-def _refuse_module(module: torch.nn.Module, level: str) -> Never:
-    name = type(module).__name__
-    raise TypeError(f"{level} parameters should be tensors, but got the module {name}: pass its .parameters()")
 
 
 def unnamed(entry: Tensor | tuple[str, Tensor]) -> Tensor:
