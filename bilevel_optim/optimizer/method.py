@@ -119,6 +119,10 @@ NOT_COMPARED = (
     "vectorize",
 )  # fmt: skip
 KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
+RECOMPUTED = (
+    "a loss seems to compute activations a second time, in backward, where torch.func.vmap does not reach them: leave "
+    "out torch.utils.checkpoint (or pass vectorize=False, if what it computes again does not read y)"
+)
 
 __all__ = ["Method"]
 
@@ -279,6 +283,8 @@ class Method(Options, Optimizer, ABC):
             except BaseException as error:
                 if put_back is not None and self._run_state.steps == done:  # else an interrupt has waited for the step
                     put_back()
+                if isinstance(error, RuntimeError) and "escaped from inside a function being vmapped" in str(error):
+                    raise RuntimeError(RECOMPUTED) from error
                 if not isinstance(error, NonFiniteError) or error.hint or not trend.above:
                     raise
                 raise NonFiniteError(
