@@ -126,7 +126,7 @@ class _GivenAgain(_Given):
     def mark(self) -> dict[str, Any]:
         return {}  # `CompiledSteps` rewinds the source
 
-    def rewind(self, state: dict[str, Any]) -> None:
+    def rewind(self, mark: dict[str, Any]) -> None:
         return None
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:

@@ -151,7 +151,7 @@ def count(*, default: Any = REQUIRED, least: int = 0, optional: bool = False, sa
     return _valid_option(valid, f"an integer of at least {least}", optional, default=default, saved=saved)
 
 
-def flag(*, default: Any, optional: bool = False) -> Any:
+def flag(*, default: Any = REQUIRED, optional: bool = False) -> Any:
     """Declare True or False; or None if ``optional``."""
     return _valid_option(lambda value: isinstance(value, bool), "True or False", optional, default=default)
 

@@ -163,7 +163,11 @@ class FiniteSum(Objective):
             require_state(state, "a FiniteSum with a generator", generator=Tensor)
             self.generator.set_state(state["generator"].cpu())
 
-    mark, rewind = state_dict, load_state_dict
+    def mark(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    def rewind(self, mark: dict[str, Any]) -> None:
+        self.load_state_dict(mark)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_batches": {}, "_seen": [], "_leaves": ()}

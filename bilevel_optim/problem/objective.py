@@ -398,12 +398,12 @@ class Objective:
         start = self._get_pass_start()
         return {"position": self._position, "passes": self._passes, "present": states_of(self._own()), **start}
 
-    def rewind(self, state: dict[str, Any]) -> None:
-        """Go back to a result of `mark`, as after loading a state; impossible if data do not repeat their order."""
-        if (state["position"], state["passes"]) != (self._position, self._passes):
-            self._resume(state)
+    def rewind(self, mark: dict[str, Any]) -> None:
+        """Go back to a position, as after loading a state; impossible if data do not repeat their order."""
+        if (mark["position"], mark["passes"]) != (self._position, self._passes):
+            self._resume(mark)
         else:
-            set_states(self._own(), state["present"])
+            set_states(self._own(), mark["present"])
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterators cannot be copied: a copy continues at its position, as after loading a state.
@@ -501,8 +501,8 @@ class _OnDraws(Objective):
     def mark(self) -> dict[str, Any]:
         return self._source.mark()
 
-    def rewind(self, state: dict[str, Any]) -> None:
-        self._source.rewind(state)
+    def rewind(self, mark: dict[str, Any]) -> None:
+        self._source.rewind(mark)
 
 
 class _Wrapped(_OnDraws):
