@@ -171,7 +171,7 @@ def chunk(*, default: Any = REQUIRED) -> Any:
 
 
 def _valid_option(valid: Callable[[Any], bool], what: str, optional: bool, **rest: Any) -> Option:
-    """Return an option whose values are valid, or None if ``optional``; ``what`` says in the error what they are."""
+    """Return an option whose values are valid, or None if ``optional``; errors call them ``what``."""
     wording = f"Invalid {{name}} value: {{value}} (it must be {what}{' or None' if optional else ''})"
 
     def check(name: str, value: Any) -> None:

@@ -114,7 +114,7 @@ class Objective:
         self.loss, self.data, self.features, self.accumulate = loss, data, features, accumulate
         self._features: tuple[Any, Sample] | None = None  # of the last sample, for the next one on its batch
         self._last: tuple[Any, Any] | None = None  # the last batch of data that may overwrite it, and its copy
-        # Whether batches are never overwritten: torch's default collation of a ``DataLoader`` makes new tensors.
+        # Batches are never overwritten. The default collation of a ``DataLoader`` makes new tensors.
         makes_new = getattr(data, "collate_fn", None) is torch.utils.data.default_collate
         self._lasting = makes_new or data is None or type(data) in (list, tuple)
         self._iterator: Iterator[Any] | None = None
