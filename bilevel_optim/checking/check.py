@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import GradcheckError
 from ..hypergradient import Estimate
 from ..optimizer.base import BilevelOptimizer
-from ..optimizer.options import explain_bad_call
+from ..optimizer.hooks import explain_bad_call
 from ..oracle.buffers import Buffers
 from ..oracle.doors import START, leads
 from ..oracle.oracle import Oracle
@@ -102,7 +102,7 @@ class HypergradientReport:
         )
 
 
-@explain_bad_call()
+@explain_bad_call
 def check_hypergradient(
     optimizer: BilevelOptimizer,
     upper: Loss,

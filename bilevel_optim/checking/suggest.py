@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import GradcheckError
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import methods as known_methods
-from ..optimizer.options import explain_bad_call
+from ..optimizer.hooks import explain_bad_call
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..oracle.session import EvaluationOptions, Session
@@ -159,7 +159,7 @@ class Suggestion:
         return "\n".join([*lines, f"{self.gradients} gradients in {self.took:.1f} s"])
 
 
-@explain_bad_call()
+@explain_bad_call
 def suggest(
     upper_params: Params,
     lower_params: Params,

@@ -123,10 +123,10 @@ class _GivenAgain(_Given):
         Objective.begin(self)
         self.source.begin()
 
-    def mark(self) -> tuple[Any, ...]:
-        return ()  # `CompiledSteps` rewinds the source
+    def mark(self) -> dict[str, Any]:
+        return {}  # `CompiledSteps` rewinds the source
 
-    def rewind(self, mark: tuple[Any, ...]) -> None:
+    def rewind(self, mark: dict[str, Any]) -> None:
         return None
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
