@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
+from ..problem.vector import Vector
 from ..pytree import tree_flatten
 from .reasons import Refused
 
-__all__ = ["DataForm", "Form", "empty", "form_of", "form_of_tensor", "structure_of"]
+__all__ = ["DataForm", "Form", "empty", "form_of", "form_of_tensor", "forms_of", "structure_of"]
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -95,10 +96,10 @@ def _guards_of(tensors: Sequence[Tensor]) -> TensorGuards:
 
 def _all_of(tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
     """Return the forms of tensors, and which ones still have to be conjugated or negated."""
-    return *_forms_of(tensors), [*map(Tensor.is_conj, tensors)], [*map(Tensor.is_neg, tensors)]
+    return *forms_of(tensors), [*map(Tensor.is_conj, tensors)], [*map(Tensor.is_neg, tensors)]
 
 
-def _forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+def forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
     return [*map(_ATTRIBUTES, tensors)], [*map(Tensor.stride, tensors)]
 
 
@@ -108,7 +109,7 @@ _ATTRIBUTES = attrgetter("shape", "dtype", "device", "requires_grad")
 def form_of(value: Any) -> tuple[Any, Any]:
     """Return structure and forms of nested data, to be compared with others, also in a trace."""
     tensors: list[Tensor] = []
-    return structure_of(value, tensors), _forms_of(tensors)
+    return structure_of(value, tensors), forms_of(tensors)
 
 
 def structure_of(value: Any, tensors: list[Tensor]) -> Any:
@@ -118,7 +119,7 @@ def structure_of(value: Any, tensors: list[Tensor]) -> Any:
         Refused: if an object may hold values that are not seen here.
     """
     kind = type(value)
-    if kind is list or kind is tuple:
+    if kind is list or kind is tuple or kind is Vector:
         found: list[Any] = [kind]
         for part in value:  # tensors without a call each: every step does this
             if type(part) is Tensor:

@@ -24,9 +24,9 @@ from .forms import structure_of
 from .gain import LOOKS
 from .given import GivenData, Recorded
 from .key import OptionsKey, Rates
-from .places import StatePlaces, Writer, buffer_writes, table_at
+from .places import StatePlaces, Writer, buffer_writes
 from .program import Call, Given, StepProgram
-from .pure import PureStep, results_of, state_of
+from .pure import PureStep, state_of
 from .reasons import Refused, reason_of
 
 __all__ = ["CompiledSteps"]
@@ -272,7 +272,7 @@ class CompiledSteps:
             given = optimizer._step_inputs(oracle, groups, inputs.random)
             buffers = optimizer._run_state.buffers.changing()
             copies, rates = [t.clone() for t in buffers], self.rates.on(oracle.device)
-            state = state_of(vars(given), given.numbers, oracle.x, oracle.y, copies, rates)
+            state = state_of(optimizer, oracle.live_x, oracle.live_y, copies, rates)
             results = optimizer._compute(oracle, given, sources.tasks, update=update and not host)
             transaction.conclude()
             eager = time.perf_counter() - began
@@ -285,16 +285,14 @@ class CompiledSteps:
                 arguments = Given(
                     self.functions(inputs.sources), inputs.sources.tasks, inputs.drawn, inputs.random, state
                 )
-                found, after, what = compared(
-                    optimizer, self.settings, entry, arguments, results, oracle, eager, self.graphs
-                )
+                found, what = compared(optimizer, self.settings, entry, arguments, results, oracle, eager, self.graphs)
                 if entry.gain.looks == LOOKS and self.settings.backend == "inductor":  # told after the step
                     self._told, self._loses = entry.gain.text, not entry.gain.pays
                 if what:
                     reason = self._reason = DIFFERS.format(what)
                     self.entries.clear()
                 else:
-                    results, left = found, buffer_writes(entry.pure, after)
+                    results, left = found[:2], buffer_writes(entry.pure, found.buffers)
             except Exception as error:
                 reason = reason_of(error)
                 if not isinstance(error, Full):
@@ -370,8 +368,7 @@ class CompiledSteps:
         writes = writer.writes(optimizer, values, after)
         if update and self.moves_on_host:
             pure = entry.pure
-            estimate, _ = results_of(program.results(call), partial(table_at, optimizer, pure))
-            writes += optimizer._update_writes_after(estimate, pure.live_x, pure.live_y)
+            writes += optimizer._update_writes_after(program.results(call).estimate, pure.live_x, pure.live_y)
         make(writes)
 
     def place(self, sources: Sources) -> list[Action]:
