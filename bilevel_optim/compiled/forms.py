@@ -15,7 +15,7 @@ from ..problem.vector import Vector
 from ..pytree import tree_flatten
 from .reasons import Refused
 
-__all__ = ["DataForm", "Form", "empty", "form_of", "form_of_tensor", "forms_of", "structure_of"]
+__all__ = ["DataForm", "Form", "empty", "form_of_tensor", "forms_of", "structure_of"]
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -104,12 +104,6 @@ def forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
 
 
 _ATTRIBUTES = attrgetter("shape", "dtype", "device", "requires_grad")
-
-
-def form_of(value: Any) -> tuple[Any, Any]:
-    """Return structure and forms of nested data, to be compared with others, also in a trace."""
-    tensors: list[Tensor] = []
-    return structure_of(value, tensors), forms_of(tensors)
 
 
 def structure_of(value: Any, tensors: list[Tensor]) -> Any:

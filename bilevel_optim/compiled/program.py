@@ -142,7 +142,7 @@ class StepReader:
     def known(self, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]] | None:
         """Return the program for what the losses read at present, and that; None, or `Unread`, if none fits."""
         with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
-            if self._together is not None and (both := self._together.known(losses)) is not None:
+            if self._together is not None and (both := self._together.program(losses)) is not None:
                 return both
             readings = look(_look, self.readers, losses)  # one switch of Dynamo for all
         found = self._find(readings)
@@ -160,7 +160,7 @@ class StepReader:
             )
         readings = self._expected(given)
         while True:
-            readings += [reader.compile(given.losses) for reader in self.readers[len(readings) :]]
+            readings += [reader.look(reader.compiled, given.losses) for reader in self.readers[len(readings) :]]
             arguments = [t for reading in readings for t in reading.tensors] + given.tensors
             program = self._find(readings)
             if program is None:
@@ -195,8 +195,9 @@ class StepReader:
                     leaves, structure = tree_flatten([*first])
                     arguments = Arguments(level, leaves, structure, self._live, [t.shape for t in self._live])
                 self._read(arguments)
+                reader = self.readers[-1]
                 try:
-                    readings.append(self.readers[-1].compile(losses))
+                    readings.append(reader.look(reader.compiled, losses))
                 except Exception:  # if the step needs this loss, the trace will tell
                     self.readers.pop()
         return readings
@@ -273,7 +274,7 @@ class StepReader:
 
 
 def _look(readers: Sequence[Reader], losses: Mapping[str, Any]) -> list[Reading]:
-    return [reader.known(losses) for reader in readers]
+    return [reader.look(reader.known, losses) for reader in readers]
 
 
 def _simplified(module: GraphModule) -> list[Place]:
