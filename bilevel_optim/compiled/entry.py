@@ -140,15 +140,8 @@ class Entry:
             if form.fits(structure, tensors):
                 if i:
                     self.compiled.insert(0, self.compiled.pop(i))
-                return self.known_to(reader, losses)
+                return reader.known(losses)
         return None
-
-    def known_to(self, reader: StepReader, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]] | None:
-        """Return the program for what the losses read at present, and that, if one fits."""
-        try:
-            return reader.known(losses)
-        except Exception:  # the losses have changed in a way that torch's guards do not see
-            return None
 
     def known(self, given: Given) -> Results | None:
         """Run a compiled program for this step, without gradients; return None if none fits."""

@@ -131,6 +131,7 @@ class Writer:
         kept: the places of tensors that are kept as they are; others are copied.
         alerts: what the flags after the first one are for.
         counts: oracle calls.
+        written: what is written; if that of another writer is equal, this one's results replace its own.
     """
 
     def __init__(self, results: Results, pure: PureStep) -> None:
@@ -166,6 +167,9 @@ class Writer:
         self._live, self._values = [t for t, _ in pairs], [place for _, place in pairs]
         staying = self.loss, self._diagnostics, self._numbers, self._solvers, [place for *_, place in self._entries]
         self.kept = {leaf for leaf in tree_leaves(staying) if isinstance(leaf, Place)}
+        entries = [(id(p), name, place is None) for p, name, place in self._entries]
+        solvers = [(prefix, structure_of(memory, [])) for _, memory, prefix in self._solvers]
+        self.written = entries, solvers, [*map(id, self._live)], len(self._buffers), {*self._numbers}
 
     def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any]) -> list[Action]:
         """Return the writes of a call's results, in the order of `writes_of`; ``after`` is the run state after it."""
@@ -184,15 +188,6 @@ class Writer:
         numbers = on_tensors(values.__getitem__, self._numbers) if self._numbers else {}
         found += optimizer._result_writes(figures, numbers, optimizer._run_state.found, after)
         return found
-
-    def writes_as(self, other: Writer) -> bool:
-        """Return True if another writer writes to the same places, so that this one's results replace its own."""
-        return self is other or self._written() == other._written()
-
-    def _written(self) -> Any:
-        entries = [(id(p), name, place is None) for p, name, place in self._entries]
-        solvers = [(prefix, structure_of(memory, [])) for _, memory, prefix in self._solvers]
-        return entries, solvers, [*map(id, self._live)], len(self._buffers), {*self._numbers}
 
     def _write_state(self, optimizer: Method, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         if self._rows:

@@ -140,11 +140,14 @@ class StepReader:
         return any([program.next_state is not None for _, program in self.programs])
 
     def known(self, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]] | None:
-        """Return the program for what the losses read at present, and that; None, or `Unread`, if none fits."""
-        with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
-            if self._together is not None and (both := self._together.program(losses)) is not None:
-                return both
-            readings = look(_look, self.readers, losses)  # one switch of Dynamo for all
+        """Return the program for what the losses read at present, and that; None if none fits."""
+        try:
+            with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
+                if self._together is not None and (both := self._together.program(losses)) is not None:
+                    return both
+                readings = look(_look, self.readers, losses)  # one switch of Dynamo for all
+        except Exception:  # `Unread`, or the losses have changed in a way that torch's guards do not see
+            return None
         found = self._find(readings)
         return None if found is None else (found, [t for reading in readings for t in reading.tensors])
 

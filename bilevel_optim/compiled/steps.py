@@ -230,7 +230,7 @@ class CompiledSteps:
         counts = optimizer._random_inputs()
         random = draw_random_inputs(counts, optimizer.generator) if counts else {}
         if entry.plan is not None and entry.plan.kind is sources.kind:
-            return Inputs(sources, random, plan=entry.plan)
+            return Inputs(sources, random, *entry.plan.draw(sources, random))
         if entry.draw_all is not None:
             return Inputs(sources, random, {"whole": [entry.draw_all(tasks, random)]})
         assert entry.draws is not None
@@ -320,19 +320,17 @@ class CompiledSteps:
         self, entry: Entry, inputs: Inputs, state: tuple[list[Tensor], Any]
     ) -> tuple[StepProgram, list[Tensor]] | None:
         """Return a program for a step from this state, tensors and structure, with its arguments; None if none fits."""
-        losses, (own, structure) = self.functions(inputs.sources), state
+        own, structure = state
         if inputs.tensors is not None and entry.plan is not None:
-            tensors, (form, reader) = [*inputs.tensors, *own], entry.compiled[0]
-            if form.fits((entry.plan.structure, structure), tensors):
-                known = entry.known_to(reader, losses)
-                return None if known is None else (known[0], [*known[1], *tensors])
-        tensors = []
-        try:
-            data = structure_of((inputs.drawn, inputs.random), tensors)
-        except Refused:
-            return None
-        tensors += own
-        found = entry.find((data, structure), tensors, losses)
+            tensors, data = inputs.tensors, entry.plan.structure
+        else:
+            tensors = []
+            try:
+                data = structure_of((inputs.drawn, inputs.random), tensors)
+            except Refused:
+                return None
+        tensors = [*tensors, *own]
+        found = entry.find((data, structure), tensors, self.functions(inputs.sources))
         return None if found is None else (found[0], [*found[1], *tensors])
 
     def is_troubled(self, writer: Writer, flags: Sequence[bool]) -> bool:
