@@ -12,16 +12,11 @@ from torch import Tensor
 from .draws import Drawn
 from .forms import DataForm
 from .program import Call, StepProgram
-from .small_cpu import CallList
+from .small_cpu import CallList, storage_of
 
 __all__ = ["Chain"]
 
 TURNS = 4  # most copies of the results of small steps whose memory is kept
-
-
-def storage_of(t: Tensor) -> int:
-    """Return the address of a tensor's storage."""
-    return t.untyped_storage().data_ptr()
 
 
 class Chain:

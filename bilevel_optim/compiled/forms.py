@@ -76,17 +76,17 @@ class DataForm:
         return plain and all(starmap(self._alike, batches))
 
     def _alike(self, *tensors: Tensor) -> bool:
-        # Guards compare still more, and refuse a tensor that is there twice.
-        return self._guards.check(*tensors) or self._alike_once(tensors) or _all_of(tensors) == self._forms
-
-    def _alike_once(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if tensors have this form, by one look at each, for lists that hold some of them twice."""
+        if self._guards.check(*tensors):
+            return True
+        # Guards refuse a tensor that is there twice: then each is looked at once.
         own, ids = dict(zip(map(id, tensors), tensors, strict=True)), [*map(id, tensors)]
-        if len(own) == len(ids) or len(ids) != len(self._kinds):
-            return False
-        kinds = dict(zip(ids, self._kinds, strict=True))
-        alike = [kinds[i] for i in ids] == self._kinds
-        return alike and all([self._guard_of[kinds[i]].check(t) for i, t in own.items()])
+        if len(own) < len(ids) == len(self._kinds):
+            kinds = dict(zip(ids, self._kinds, strict=True))
+            if [kinds[i] for i in ids] == self._kinds and all(
+                [self._guard_of[kinds[i]].check(t) for i, t in own.items()]
+            ):
+                return True
+        return _all_of(tensors) == self._forms  # guards compare still more
 
 
 def _guards_of(tensors: Sequence[Tensor]) -> TensorGuards:

@@ -87,9 +87,9 @@ class StatePlaces:
         places = [(state[p], name) for name in known["memory"] for p in y]
         places += [(state[p], name) for name in known["upper_memory"] for p in x]
         places += [(state[y[0]], TABLE + name) for name in known["tables"]]
-        for prefix, level in ((SOLVER, y), (UPPER_SOLVER, x)):
-            memory = known["solver" if prefix == SOLVER else "upper_solver"] or ()
-            places += [(state[p], prefix + name) for p, entries in zip(level, memory, strict=False) for name in entries]
+        for prefix, level, memory in ((SOLVER, y, known["solver"]), (UPPER_SOLVER, x, known["upper_solver"])):
+            pairs = zip(level, memory or (), strict=False)
+            places += [(state[p], prefix + name) for p, entries in pairs for name in entries]
         self._entries, live = places, len(self._live)
         again = self._at_known_places()  # None if an entry is no tensor: then each step searches
         self._found = again is not None and len(again) == len(tensors) and all(map(is_, again[live:], tensors[live:]))

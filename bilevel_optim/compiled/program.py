@@ -197,24 +197,17 @@ class StepReader:
                 with torch.enable_grad():
                     leaves, structure = tree_flatten([*first])
                     arguments = Arguments(level, leaves, structure, self._live, [t.shape for t in self._live])
-                self._read(arguments)
-                reader = self.readers[-1]
+                reader = self._read(arguments)
                 try:
                     readings.append(reader.look(reader.compiled, losses))
                 except Exception:  # if the step needs this loss, the trace will tell
                     self.readers.pop()
         return readings
 
-    def _read(self, arguments: Arguments) -> None:
-        self.readers.append(
-            Reader(
-                arguments,
-                self._live,
-                self.pure.buffers,
-                plain=self.pure.differentiates_twice,
-                constant=self.constant,
-            )
-        )
+    def _read(self, arguments: Arguments) -> Reader:
+        plain = self.pure.differentiates_twice
+        self.readers.append(Reader(arguments, self._live, self.pure.buffers, plain=plain, constant=self.constant))
+        return self.readers[-1]
 
     def _traced(self, readings: Sequence[Reading], arguments: list[Tensor], given: Given) -> StepProgram:
         """Trace the step: the library's code runs once, on tensors without values."""

@@ -63,20 +63,18 @@ class Arguments:
     ) -> None:
         self.role, self.grad, self.structure = role, torch.is_grad_enabled(), structure
         tensors: list[Tensor] = []
-        self._plain = structure_of([*leaves], tensors)
+        plain = structure_of([*leaves], tensors)
         self._forms = [*map(form_of_tensor, tensors)]
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         values = [replacement(t) for t in live]
         self.rows = {k: form_of_tensor(values[k]) for k, shape in enumerate(shapes) if values[k].shape != shape}
+        self._key = role, self.grad, self._forms, self.rows, plain, structure
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Arguments) and self._key() == other._key()
+        return isinstance(other, Arguments) and self._key == other._key
 
     __hash__ = None  # type: ignore[assignment]
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.role, self.grad, self._forms, self.rows, self._plain, self.structure
 
     def examples(self) -> list[Any]:
         """Return leaves of arguments of this form."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CallList", "is_understood", "listed"]
+__all__ = ["CallList", "is_understood", "listed", "storage_of"]
 
 FIRST, LAST = (2, 11), (2, 15)  # versions of torch whose generated code is known
 
@@ -70,8 +70,8 @@ def _are_identical(outputs: Sequence[Any], others: Sequence[Any], values: Sequen
     if len(outputs) != len(others) or not all(isinstance(t, Tensor) for t in (*outputs, *others)):
         return False
     forms = [[(t.shape, t.stride(), t.dtype, t.device, t.storage_offset()) for t in some] for some in (outputs, others)]
-    places = [[_place(t) for t in (*values, *some)] for some in (outputs, others)]
-    apart = {*places[0]} & {*places[1]} <= {*map(_place, values), 0}
+    places = [[storage_of(t) for t in (*values, *some)] for some in (outputs, others)]
+    apart = {*places[0]} & {*places[1]} <= {*map(storage_of, values), 0}
     same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(outputs, others, strict=True))
     first, second = ([*map(some.index, some)] for some in places)
     return forms[0] == forms[1] and first == second and apart and same
@@ -363,7 +363,8 @@ def _picked(numbers: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     return lambda entries: tuple([entries[i] for i in numbers])
 
 
-def _place(t: Tensor) -> int:
+def storage_of(t: Tensor) -> int:
+    """Return the address of a tensor's storage."""
     return t.untyped_storage().data_ptr()
 
 
