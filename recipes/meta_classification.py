@@ -13,10 +13,9 @@ lower problem to a given accuracy, MAML takes a few steps and differentiates thr
 
 Shape of the problem: arXiv:2310.18535, section 4.1 (tiny-ImageNet on a pre-trained network there). The features here
 come from a small network with fixed random weights, so that nothing has to be downloaded; such features limit the
-accuracy. A task turns 60 of about 180 images of each digit by its own angle, so that most test images of a task are
-training images of another, at another angle: its test measures new rows of known images. Only the digits have the same
-classes in all tasks; in the other data sets classes share only their
-numbers, so that a common centre lowers the loss (lambda keeps the scores small) but costs accuracy. The learning rate
+accuracy. A task turns 60 of about 180 images of each digit by its own angle; an image that tests one task trains no
+other. Only the digits have the same classes in all tasks; in the other data sets classes share only their numbers, so
+that a common centre lowers the loss (lambda keeps the scores small) but costs accuracy. The learning rate
 of x is lr / sqrt(t); with the default, 200 updates are far from enough, see ``--lr 10``. rt-mlmc has evenly spread
 levels, lower steps of at most 1/L, and all terms of the Neumann series; the paper's version has independent levels, no
 such cap and one random term.

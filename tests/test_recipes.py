@@ -710,6 +710,20 @@ def test_folders_of_images_are_read(tmp_path):
         load_tasks("cifar_fs", tmp_path / "omniglot-py", 3, shares, generator)
 
 
+def test_no_image_that_tests_a_task_of_digits_trains_another(monkeypatch):
+    """Tasks share the images of a digit: the rows of support, query and test must not."""
+    import sklearn.datasets
+
+    from recipes.problems.tasks import _digits
+
+    bunch = sklearn.datasets.load_digits()
+    bunch.images = np.ones((1, 8, 8)) * 16 * np.arange(len(bunch.target))[:, None, None]  # each shows its own number
+    monkeypatch.setattr(sklearn.datasets, "load_digits", lambda: bunch)
+    images = _digits(20, torch.Generator().manual_seed(0))[:, :, :, 0, 3:5, 3:5].mean((-1, -2)).round().long()
+    rows = [{*images[:, :, row].flatten().tolist()} for row in range(60)]
+    assert sum(map(len, rows)) == len(set().union(*rows)) > 1500
+
+
 def scalar(shape, classes):
     """A model of one's own, for ``--model``."""
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(math.prod(shape), classes))

@@ -88,7 +88,7 @@ class BilevelOptimizer(Method):
             takes the drawn tasks and returns tensors with a leading dimension for them. Default: the live y.
         task_memory: with tasks, start the lower solve of each task where it ended when the task was last drawn, and the
             first time at the live y. The sampler must have a length and draw ids. One row of the size of y is stored
-            per task. Default: False.
+            per task; `AID`, `AmIGO`, `SOBA` and `FSLA` keep v as well. Default: False.
         process_group: ``torch.distributed`` group over whose ranks all oracles are averaged. Each rank has its own part
             of the data, the same parameters (compared in the first step) and the same options (compared at the
             beginning of each step). Default: None.
@@ -128,8 +128,8 @@ class BilevelOptimizer(Method):
             tasks: sampler of tasks, such as `TensorTasks`. Each task has its own lower problem, the losses are plain
                 callables that take one task's batch, and the hypergradient is the mean over the drawn tasks. Each task
                 starts from the live y (or from ``lower_init``). After the step the live y holds the mean of the tasks'
-                solutions, or with ``warm_start=False`` its old values. State other than y (momentum, solutions of
-                linear systems) belongs to the tasks and is reset at each step.
+                solutions, or with ``warm_start=False`` its old values. Other state of y (momentum, solutions of linear
+                systems) belongs to the tasks and is reset at each step, but for what ``task_memory`` keeps.
             closure: instead of losses, a function that calls :meth:`backward`, as in ``torch.optim``. Its result is
                 returned.
 

@@ -38,6 +38,7 @@ class MethodInfo:
         losses: 2, or 1 for minimax, ``step(loss)``.
         tasks: ``"stacked"``, each task is a copy of y; ``"rows"``, y has a stored row for each task; ``"required"``,
             made for tasks only; ``"none"``.
+        kept_by_tasks: entries of y's state that ``task_memory`` keeps for each task, besides y.
         data: ``"any"``, or ``"finite_sum"``: needs the index of each draw.
         initial: its last upper parameters are the start of the lower ones.
         random: draws random numbers of its own.
@@ -63,6 +64,7 @@ class MethodInfo:
     second_order: bool = True
     losses: int = 2
     tasks: str = "stacked"
+    kept_by_tasks: tuple[str, ...] = ()
     data: str = "any"
     initial: bool = False
     random: bool = False

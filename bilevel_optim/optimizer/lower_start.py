@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import warn
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.oracle import Oracle
@@ -18,7 +19,7 @@ from ..problem.tasks import LowerInit, fresh_start, length_of
 from ..problem.vector import Vector, any_sharded
 from .step import StepInputs
 
-__all__ = ["alert_if_unsolved", "remembered_tasks", "require_task_memory", "write_lower"]
+__all__ = ["alert_if_unsolved", "remembered_tasks", "require_task_memory", "warn_of_forgetting", "write_lower"]
 
 ONE_PROCESS = (
     "lower_init= without tasks is not for several processes or sharded parameters, because each process would draw "
@@ -139,3 +140,14 @@ def remembered_tasks(sampler: Any) -> int:
             "for each of finitely many tasks; use bo.TensorTasks, or give the sampler a __len__"
         )
     return number
+
+
+def warn_of_forgetting(method: str, warned: set[str]) -> None:
+    """Warn once that a single-loop method keeps neither y nor v of its tasks."""
+    if "forgetting" not in warned:
+        warned.add("forgetting")
+        warn(
+            f"{method} makes one step on y and v of each task, and keeps neither without task_memory, so that the "
+            "hypergradient stays far off however long it runs; pass task_memory=True if tasks are drawn again and "
+            "again, or use AID or StocBiO"
+        )

@@ -68,7 +68,7 @@ from .lower_checks import (
     require_unlimited,
     require_update_alone,
 )
-from .lower_start import alert_if_unsolved, remembered_tasks, require_task_memory, write_lower
+from .lower_start import alert_if_unsolved, remembered_tasks, require_task_memory, warn_of_forgetting, write_lower
 from .options import (
     InitVar,
     Options,
@@ -117,6 +117,10 @@ from .upper_gradient import check_gradients, warn_of_spent
 MOST_CHECKS = 16  # different losses of one optimizer whose derivatives are checked
 _NONE_OF_SGD = OF_SGD.keys().isdisjoint
 KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
+RECOMPUTED = (
+    "a loss seems to compute activations a second time, in backward, where torch.func.vmap does not reach them: leave "
+    "out torch.utils.checkpoint (or pass vectorize=False, if what it computes again does not read y)"
+)
 
 __all__ = ["Method"]
 
@@ -260,6 +264,9 @@ class Method(Options, Optimizer, ABC):
                     "lower_solver= solves one lower problem, and a step with tasks has many; leave out tasks=, or "
                     "create the optimizer without lower_solver="
                 )
+            single_loop = self.declared.kept_by_tasks and not self.declared.lower_steps
+            if tasks is not None and single_loop and not self.task_memory:
+                warn_of_forgetting(type(self).__name__, self._run_state.warned)
             self._heed_options_of_sgd()
             look = update and self._run_state.steps == STILL - 1 and self.check_finite and not self._one_loss
             before = [Vector(self.parameters(level)).detach().clone() for level in LEVELS] if look else []
@@ -272,6 +279,8 @@ class Method(Options, Optimizer, ABC):
             except BaseException as error:
                 if put_back is not None and self._run_state.steps == done:  # else an interrupt has waited for the step
                     put_back()
+                if isinstance(error, RuntimeError) and "escaped from inside a function being vmapped" in str(error):
+                    raise RuntimeError(RECOMPUTED) from error
                 if not isinstance(error, NonFiniteError) or error.hint or not trend.above:
                     raise
                 raise NonFiniteError(
@@ -759,7 +768,8 @@ class Method(Options, Optimizer, ABC):
         None if they are not known before the step, as for `_draws`. The draws of `RTMLMC` and `DLSGD` depend on the
         level of each context, a random number, and come from a separate generator for each purpose.
         """
-        draws = self._draws(replace(inputs, memory={}, tables={}))  # tasks start without the state of y
+        kept = dict.fromkeys(self.declared.kept_by_tasks if self.task_memory else (), Vector([]))
+        draws = self._draws(replace(inputs, memory=kept, tables={}))  # tasks start without other state of y
         if draws is None:
             return None
         return [TaskDraw("tasks", task_count(sampler, self.tasks_per_step)), *of_tasks(draws, self._rows_per_batch)]
@@ -816,6 +826,7 @@ class Method(Options, Optimizer, ABC):
             random_inputs=self._random_inputs(),
             joined=self._joined,
             remembered=remembered_tasks(sampler) if self.task_memory else None,
+            kept=self.declared.kept_by_tasks,
         )
         return estimate if self.warm_start else replace(estimate, lower=None)
 

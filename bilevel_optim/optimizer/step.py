@@ -162,8 +162,12 @@ class StepInputs(DrawInputs):
 
     def without_lower_state(self) -> StepInputs:
         """Return these inputs without the state of y, for the lower problems of tasks."""
+        return self.with_lower_state({})
+
+    def with_lower_state(self, memory: Mapping[str, Vector]) -> StepInputs:
+        """Return these inputs with other entries as the state of y; its curvature is kept."""
         kept = {name: vector for name, vector in self.memory.items() if name == CURVATURE}
-        return replace(self, memory=kept, tables={}, solver=None)
+        return replace(self, memory={**kept, **memory}, tables={}, solver=None)
 
     def after(self, estimate: Estimate) -> StepInputs:
         """Return these inputs with the state after an estimate, for the update of x."""

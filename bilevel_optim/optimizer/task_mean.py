@@ -35,6 +35,7 @@ def task_mean(
     random_inputs: Mapping[str, int],
     joined: Mapping[str, Callable[[Tensor], Tensor]],
     remembered: int | None = None,
+    kept: Sequence[str] = (),
 ) -> Estimate:
     """Return the mean of the estimates for the drawn tasks, and of their lower solutions.
 
@@ -49,11 +50,13 @@ def task_mean(
         random_inputs: random integers that an estimate needs: name -> n, drawn uniformly from range(n).
         joined: reduces the stacked diagnostics of several slices, by name. Others stay stacked.
         remembered: number of tasks whose solutions are stored; None: none are.
+        kept: entries of y's state that are stored with them. They are zero in tasks that are drawn for the first time.
     """
     drawn = sample(sampler, count, inputs.generator)
     if remembered is not None:
         require_ids(drawn, sampler, remembered)
-    rows = None if remembered is None else _Rows(inputs.tables.get(STARTS), oracle.y, remembered)
+    rows = None if remembered is None else _Rows(STARTS, inputs, oracle.y, remembered)
+    memories = [] if remembered is None else [_Rows(name, inputs, oracle.y.zeros_like(), remembered) for name in kept]
     tasks, share = inputs.ranks.share(drawn, count)
     generator = inputs.ranks.derive_task_generator(inputs.generator, inputs.steps)
     whole = together(count)  # every slice has random inputs of its own
@@ -65,12 +68,13 @@ def task_mean(
         some, n = select(tasks, part), len(range(share)[part])
         apart = len(whole) == count > 1
         own = replace(
-            inputs.without_lower_state(), random_inputs=own_inputs[inputs.ranks.place(part.start) if apart else 0]
+            inputs.with_lower_state({memory.name: memory.of(some) for memory in memories}),
+            random_inputs=own_inputs[inputs.ranks.place(part.start) if apart else 0],
         )
         if rows is None:
             start = starting_points(oracle.y, oracle.lower_names(), some, n, inputs.lower_init)
         else:
-            start = rows.starts(some)
+            start = rows.of(some)
         if any(t.requires_grad for t in start):
             own, start = replace(own, start=start), start.detach()
         found = estimate(stacked(oracle, start, draws.of(part)), own)
@@ -78,7 +82,10 @@ def task_mean(
         y = start if found.lower is None else found.lower
         mean = mean + Vector(t.sum(0) / count for t in y)
         if rows is not None:
-            rows.note_solutions(some, y)
+            rows.note(some, y)
+        for memory in memories:
+            if memory.name in found.memory:
+                memory.note(some, found.memory[memory.name])
         estimates.insert(0, replace(found, start=None, lower=None, solver=None))  # frees graphs and copies of y
     loss, gradient, mean = inputs.ranks.total(loss, gradient, mean)
     # The state of x is kept; that of the tasks' y is dropped.
@@ -93,7 +100,7 @@ def task_mean(
         upper_memory=last.upper_memory,
         numbers=last.numbers,
         lower=mean,
-        **({} if rows is None else rows.solution_fields()),
+        **_stored([] if rows is None else [rows, *memories]),
     )
 
 
@@ -114,42 +121,48 @@ def _stiffest(curvatures: Sequence[Vector], ranks: Ranks) -> Vector:
 
 
 class _Rows:
-    """Last solution of each task's lower problem, as rows of one table.
+    """A vector like y for each task, as rows of one table.
 
     Args:
-        table: table after the last step, NaN in rows of tasks that have not been drawn; None: there is none.
-        y: the live values, at which tasks start when they are drawn for the first time.
+        name: name of the table, which has NaN in rows of tasks that have not been drawn.
+        inputs: inputs of the step, with the table after the last step if there is one.
+        first: values for tasks that are drawn for the first time.
         number: number of all tasks.
     """
 
-    def __init__(self, table: Tensor | None, y: Vector, number: int) -> None:
-        self.y, self.is_new = y, table is None
-        if table is None:
-            table = self._flat().new_full((number, sum([t.numel() for t in y])), torch.nan)
-        self.table = table
-        self._solutions: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, name: str, inputs: StepInputs, first: Vector, number: int) -> None:
+        self.name, self.first, self.is_new = name, first, name not in inputs.tables
+        size = sum([t.numel() for t in first])
+        self.table = self._flat().new_full((number, size), torch.nan) if self.is_new else inputs.tables[name]
+        self.noted: list[tuple[Tensor, Tensor]] = []
 
     def _flat(self) -> Tensor:
-        return torch.cat([t.reshape(-1) for t in self.y])
+        return torch.cat([t.reshape(-1) for t in self.first])
 
-    def starts(self, ids: Tensor) -> Vector:
-        """Return the points from which some tasks start, as stacked values of y."""
+    def of(self, ids: Tensor) -> Vector:
+        """Return the vectors of some tasks, stacked."""
         known = self.table[ids.to(self.table.device)]
         known = torch.where(known.isnan(), self._flat().to(known), known)
-        rows = torch.split(known, [t.numel() for t in self.y], dim=1)
-        return Vector([row.reshape(len(row), *t.shape).to(t.dtype) for row, t in zip(rows, self.y, strict=True)])
+        rows = torch.split(known, [t.numel() for t in self.first], dim=1)
+        return Vector([row.reshape(len(row), *t.shape).to(t.dtype) for row, t in zip(rows, self.first, strict=True)])
 
-    def note_solutions(self, ids: Tensor, y: Vector) -> None:
-        """Note the solutions of some tasks."""
-        rows = torch.cat([t.detach().reshape(len(t), -1).to(self.table.dtype) for t in y], 1)
-        self._solutions.append((ids.to(self.table.device), rows))
+    def note(self, ids: Tensor, values: Vector) -> None:
+        """Note new vectors of some tasks."""
+        rows = torch.cat([t.detach().reshape(len(t), -1).to(self.table.dtype) for t in values], 1)
+        self.noted.append((ids.to(self.table.device), rows))
 
-    def solution_fields(self) -> dict[str, Any]:
-        """Return the fields of an estimate that store the noted solutions."""
-        ids, rows = (torch.cat(parts) for parts in zip(*self._solutions, strict=True))
-        if self.is_new:
-            return {"tables": {STARTS: self.table.index_copy(0, ids, rows)}}
-        return {"writes": (Write(self.table, ids, rows),)}
+
+def _stored(tables: Sequence[_Rows]) -> dict[str, Any]:
+    """Return the fields of an estimate that store the noted rows."""
+    new: dict[str, Tensor] = {}
+    writes: list[Write] = []
+    for rows in [rows for rows in tables if rows.noted]:
+        ids, values = (torch.cat(parts) for parts in zip(*rows.noted, strict=True))
+        if rows.is_new:
+            new[rows.name] = rows.table.index_copy(0, ids, values)
+        else:
+            writes.append(Write(rows.table, ids, values))
+    return {"tables": new, "writes": tuple(writes)} if tables else {}
 
 
 def _over_parts(parts: Sequence[dict[str, Any]], joined: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:

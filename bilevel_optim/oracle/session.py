@@ -436,7 +436,7 @@ class Session:
             raise ValueError(
                 f"{'the loss does not depend' if self.options.one_loss else 'neither loss depends'} on any upper "
                 "parameter, so the hypergradient would be silently zero; check that the live upper tensors are read "
-                "and not detached or old ones"
+                "and not detached or old ones (checkpointing needs use_reentrant=False)"
             )
         for level in self.found.ignores_other_level and self.found.ignores_other_level - self.warned:
             other = "lower" if level == "upper" else "upper"

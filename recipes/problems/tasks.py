@@ -74,7 +74,8 @@ def load_tasks(
     """Return support, query and test rows of every task (tasks, rows, 512), with labels (tasks, rows) of ten classes.
 
     Args:
-        name: ``"digits"``: scikit-learn's digits, rotated by an angle of each task;
+        name: ``"digits"``: scikit-learn's digits, rotated by an angle of each task; images of a row, which is support,
+            query or test in all tasks, are in no other row of any task;
             ``"cifar_fs"``: the folders ``<class>/*.png`` of the CIFAR-FS download, a task is two superclasses of
             CIFAR-100; ``"omniglot"``: torchvision's folders ``images_background/<alphabet>/<character>/*.png``, a task
             is ten characters of one alphabet.
@@ -120,16 +121,23 @@ def _digits(count: int, generator: torch.Generator) -> Tensor:
 
     bunch = load_digits()
     images, labels = torch.tensor(bunch.images / 16, dtype=torch.float32), torch.tensor(bunch.target)
-    each, rows = [images[labels == c] for c in range(CLASSES)], 60
-    tasks = []
+    rows, tasks = torch.arange(60), []
+    each = [images[labels == c] for c in range(CLASSES)]
+    each = [part[torch.randperm(len(part), generator=generator)] for part in each]
     for angle in torch.linspace(-1.2, 1.2, count).tolist():
         turn = torch.tensor([[[torch.tensor(angle).cos(), -torch.tensor(angle).sin(), 0.0],
                               [torch.tensor(angle).sin(), torch.tensor(angle).cos(), 0.0]]])  # fmt: skip
-        chosen = torch.stack([part[torch.randperm(len(part), generator=generator)[:rows]] for part in each])
+        chosen = torch.stack([part[_one_of_three(rows, len(part), generator)] for part in each])
         flat = chosen.view(-1, 1, 8, 8)
         grid = F.affine_grid(turn.expand(len(flat), 2, 3), [len(flat), 1, 8, 8], align_corners=False)
-        tasks.append(F.grid_sample(flat, grid, align_corners=False).view(CLASSES, rows, 1, 8, 8))
+        tasks.append(F.grid_sample(flat, grid, align_corners=False).view(CLASSES, -1, 1, 8, 8))
     return torch.stack(tasks)
+
+
+def _one_of_three(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Choose an image for each row; no other row has it in any task, so that test rows are never trained on."""
+    choices = (count - 1 - rows) // len(rows) + 1
+    return rows + len(rows) * (torch.rand(len(rows), generator=generator) * choices).long()
 
 
 def _cifar(root: Path, count: int) -> Tensor:

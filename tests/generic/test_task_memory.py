@@ -54,6 +54,55 @@ def test_each_task_goes_on_where_it_ended(name):
     assert "rows.task_memory" not in forgetting.state.get(z[0], {})
 
 
+def coupled(name, **options):
+    """Five tasks, y*(x) = A x + c_t with coupled y, and their mean hypergradient."""
+    double = {"dtype": torch.float64, "generator": seeded(3)}
+    a, x = torch.randn(3, 2, **double), torch.randn(2, **double).requires_grad_()
+    targets, wanted = torch.randn(5, 3, **double), torch.randn(5, 3, **double)
+    curvature = torch.tensor([[2.0, 0.5, 0.0], [0.5, 1.0, 0.3], [0.0, 0.3, 0.6]], dtype=torch.float64)
+    y = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+
+    def upper(batch):
+        return (y - batch).square().sum() / 2 + x.square().sum() / 2
+
+    def lower(batch):
+        gap = y - a @ x - batch
+        return gap @ curvature @ gap / 2
+
+    tasks = bo.TensorTasks(targets, wanted)
+    optimizer = getattr(bo, name)([x], [y], lr=0.0, lower_lr=0.4, generator=seeded(0), **options)
+    slope = lambda ids: a.T @ (a @ x + targets[ids] - wanted[ids]).mean(0) + x  # noqa: E731
+    return optimizer, x, upper, lower, tasks, slope
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["SOBA", "FSLA", "AmIGO", "AID"])
+def test_v_of_each_task_goes_on_where_it_ended(name, compiled):
+    """At fixed x one step on y and v in each draw leads to the exact hypergradient of the drawn tasks."""
+    steps = {"lower_steps": 1, "linear_steps": 1} if getattr(bo, name).declared.lower_steps else {}
+    optimizer, x, upper, lower, tasks, slope = coupled(name, task_memory=True, tasks_per_step=2, **steps)
+    drawn, sample = [], tasks.sample
+    tasks.sample = lambda n, generator: drawn.append(sample(n, generator)) or drawn[-1]
+    if compiled:
+        optimizer.compile(backend="eager", fullgraph=True)
+    for _ in range(250):
+        optimizer.backward(upper, lower, tasks=tasks)
+    assert not compiled or "compile_fallback" not in optimizer.diagnostics
+    torch.testing.assert_close(x.grad, slope(drawn[-1]).detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["SOBA", "FSLA"])
+def test_tasks_without_memory_are_told(name):
+    """Neither y nor v of a task is kept, and one step from their mean is far from both."""
+    optimizer, x, upper, lower, tasks, slope = coupled(name)
+    with pytest.warns(bo.BilevelWarning, match="keeps neither without task_memory"):
+        optimizer.backward(upper, lower, tasks=tasks)
+    for _ in range(100):  # once is enough
+        optimizer.backward(upper, lower, tasks=tasks)
+    exact = slope(torch.arange(5)).detach()
+    assert (x.grad - exact).norm() > 0.2 * exact.norm()
+
+
 @pytest.mark.usually("SOBA")
 @pytest.mark.parametrize("name", ["AID", "F2SA", "SOBA", "ITD"])
 def test_it_is_the_same_compiled_and_resumed(name):

@@ -111,7 +111,8 @@ class SABA(SingleLoop):
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
         """Raise, because there are no tables for tasks."""
         raise ValueError(
-            "SABA remembers every term of its losses, but not those of a sampler of tasks; use SOBA with tasks="
+            "SABA remembers every term of its losses, but not those of a sampler of tasks; use SOBA with tasks= and "
+            "task_memory=True"
         )
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:

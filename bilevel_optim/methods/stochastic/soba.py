@@ -56,8 +56,8 @@ class SOBA(SingleLoop):
         lower_lr: learning rate of y.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y and v at their last values. Default: True. (The first v is one step from zero,
-            :math:`\eta \nabla_y f`. With tasks every v is the first one, so the indirect term keeps a large error:
-            `AID` and `StocBiO` make several products for each task.)
+            :math:`\eta \nabla_y f`.) With tasks, pass ``task_memory=True``, which keeps y and v of each task; without
+            it every v is the first one, so the indirect term keeps a large error.
         upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
             tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.
@@ -84,6 +84,7 @@ class SOBA(SingleLoop):
         family="stochastic",
         when="noisy second derivatives that are affordable: the cheapest step, the simplest single loop",
         cost="1 lower, 1 upper, 1 hvp, 1 jvp",
+        kept_by_tasks=("linear_solution",),
         lower_steps=False,
         lower_optimizer="given gradient",
     )
@@ -141,12 +142,13 @@ class FSLA(SingleLoop):
         beta: weight :math:`\beta` in [0, 1] of the current sample; 1 keeps no memory. May be assigned between steps
             (the analysis lets it decrease with ``lr``). Default: 0.1.
         warm_start: start y and v at their last values. Default: True. (The first v is :math:`\eta \nabla_y f`.)
+            With tasks, pass ``task_memory=True``, as for `SOBA`.
         upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
             tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.
 
     State: ``linear_solution`` (v) and ``previous`` of the lower parameters, ``previous`` and ``direction`` of the upper
-    ones, the lower optimizer's state, and ``initial`` y without warm starts. Tasks start without memory at every step.
+    ones, the lower optimizer's state, and ``initial`` y without warm starts. With tasks h has no recursion.
 
     Raises:
         ValueError: for an argument out of its range.
@@ -168,6 +170,7 @@ class FSLA(SingleLoop):
         family="stochastic",
         when="as SOBA, for noisy upper gradients",
         cost="1 lower, 3 upper, 1 hvp, 2 jvp",
+        kept_by_tasks=("linear_solution",),
         lower_steps=False,
         lower_optimizer="given gradient",
     )

@@ -97,7 +97,9 @@ class SRBA(SingleLoop):
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: object) -> Estimate:
         """Raise, because there is no state for each task."""
-        raise ValueError("SRBA continues from its last step, which new tasks do not have; use SOBA with tasks=")
+        raise ValueError(
+            "SRBA continues from its last step, which new tasks do not have; use SOBA with tasks= and task_memory=True"
+        )
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
         """Cache key for the next step's graph: True if the step evaluates the full sums."""

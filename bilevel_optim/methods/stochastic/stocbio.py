@@ -147,7 +147,8 @@ class AmIGO(BilevelOptimizer):
         lower_steps: lower steps per outer step.
         linear_steps: steps on the linear system. Default: 10.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
-        warm_start: start y and v at their last values. Default: True. With tasks, v starts from zero at every step.
+        warm_start: start y and v at their last values. Default: True. With tasks, v starts from zero at every
+            step, unless ``task_memory=True`` keeps it.
         upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
             tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.
@@ -174,6 +175,7 @@ class AmIGO(BilevelOptimizer):
         family="stochastic",
         when="as StocBiO, with a warm-started linear system: few linear steps suffice",
         cost="as StocBiO",
+        kept_by_tasks=("linear_solution",),
     )
 
     linear_steps: int = count(default=10, least=1)
