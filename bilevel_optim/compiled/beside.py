@@ -7,7 +7,6 @@ import time
 import torch
 
 from ..hypergradient import Estimate
-from ..hypergradient.estimate import Write
 from ..optimizer.method import Method
 from ..optimizer.step import Update
 from ..optimizer.transaction import TABLE
@@ -63,19 +62,18 @@ def compared(
     name = optimizer.declared.difference_step
     divisor = min(getattr(optimizer, name), 1.0) if name else 1.0
     accepted = Accepted(settings.rtol, settings.atol, divisor)
-    tables = {id(t): name for entries in optimizer.state.values() for name, t in entries.items()}
-
-    def part(write: Write) -> str:
-        name: str = tables.get(id(write.table), "y")
-        return name.removeprefix(TABLE).removeprefix("rows.")
-
+    names = {
+        id(t): name.removeprefix(TABLE).removeprefix("rows.")
+        for entries in optimizer.state.values()
+        for name, t in entries.items()
+    }
     with torch.no_grad():
-        what = mismatch(right, found[:2], oracle.x, oracle.y, accepted, part)
+        what = mismatch(right, found[:2], oracle.x, oracle.y, accepted, names)
         if what is not None:  # it may be a small difference of large terms, as near a solution
             moved = given.at(x=perturbed_by_rounding(given.state["x"]), y=perturbed_by_rounding(given.state["y"]))
             otherwise = entry.known(moved)
             other = None if otherwise is None else otherwise[:2]
-            what = mismatch(right, found[:2], oracle.x, oracle.y, accepted, part, other)
+            what = mismatch(right, found[:2], oracle.x, oracle.y, accepted, names, other)
     return found, what
 
 

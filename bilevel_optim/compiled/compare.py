@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..hypergradient.estimate import Estimate, Write
+from ..hypergradient.estimate import Estimate
 from ..optimizer.step import Update
 from ..problem.vector import Vector
 
@@ -39,7 +39,7 @@ def mismatch(
     x: Sequence[Tensor],
     y: Sequence[Tensor],
     accepted: Accepted,
-    name_of: Callable[[Write], str],
+    names: Mapping[int, str],
     other: Results | None = None,
 ) -> str | None:
     """Name the first result that differs from the eager step by more than is accepted; return None if none does.
@@ -50,7 +50,7 @@ def mismatch(
         x: upper parameters before the step, since their changes are compared.
         y: lower parameters before the step, for the same reason.
         accepted: the accepted difference.
-        name_of: names the table that a write changes.
+        names: names of tables that writes change, by id; others are y.
         other: results of the compiled step for values that are rounded differently, if known.
     """
 
@@ -72,7 +72,7 @@ def mismatch(
             if write.values.is_floating_point():
                 # An estimate for all rows from a few magnifies rounding.
                 fraction = write.rows.numel() / len(write.table) if isinstance(write.rows, Tensor) else 1.0
-                vectors[f"rows of {name_of(write)}"] = [write.values], None, fraction
+                vectors[f"rows of {names.get(id(write.table), 'y')}"] = [write.values], None, fraction
         return vectors
 
     these, others = parts(found), None if other is None else parts(other)

@@ -69,23 +69,17 @@ class Sources:
 
     __slots__ = ("kind", "lower", "objectives", "tasks", "upper")
 
-    def __init__(
-        self, upper: Objective | None, lower: Objective | None, tasks: Any, last: SourceKind | None = None
-    ) -> None:
-        self.upper, self.lower, self.tasks = upper, lower, tasks
+    def __init__(self, upper: Loss | None, lower: Loss | None, tasks: Any, last: SourceKind | None = None) -> None:
+        self.upper = None if upper is None else as_objective(upper, "upper")
+        self.lower = None if lower is None else as_objective(lower, "lower")
+        self.tasks = tasks
         self.objectives: dict[str, Objective] = {}
-        types: list[Any] = [tasks is None, upper is lower]
-        for level, o in (("upper", upper), ("lower", lower)):
+        types: list[Any] = [tasks is None, self.upper is self.lower]
+        for level, o in (("upper", self.upper), ("lower", self.lower)):
             if o is not None:
                 self.objectives[level] = o
                 types += level, type(o), type(o.data), o.features is None, o.terms, o.accumulate
         self.kind = last if last is not None and last.types == types else SourceKind(self, types)
-
-    @classmethod
-    def of(cls, upper: Loss | None, lower: Loss | None, tasks: Any, last: SourceKind | None = None) -> Self:
-        """Return the sources of a step with these arguments."""
-        f = None if upper is None else as_objective(upper, "upper")
-        return cls(f, None if lower is None else as_objective(lower, "lower"), tasks, last)
 
     def level_of(self, draw: Draw) -> str:
         """Return the level of the loss from which a draw is made; a method may take one loss, for both."""

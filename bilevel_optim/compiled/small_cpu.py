@@ -171,22 +171,6 @@ def _all_names(values: Sequence[ast.expr]) -> list[str]:
     return [*dict.fromkeys(name for value in values for name in _names(value))]
 
 
-class _Aliases:
-    """Names that may refer to the same memory."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, str] = {}
-
-    def root(self, name: str) -> str:
-        while self.of.setdefault(name, name) != name:
-            name = self.of[name]
-        return name
-
-    def join(self, names: list[str]) -> None:
-        for name in names[1:]:
-            self.of[self.root(name)] = self.root(names[0])
-
-
 class _Listing:
     """Straight-line statements as calls on the entries of a list.
 
@@ -210,7 +194,7 @@ class _Listing:
         self.given, self.left, self.large = 0, BYTES, False
         own, self.arguments = text.body, text.args.args[-1].arg
         names = {name for s in own if isinstance(s, ast.Assign) for t in s.targets for name in _names(t)}
-        self.aliases = _Aliases()
+        self.aliases: dict[str, set[str]] = {}  # name -> all names that may refer to the same memory
         for statement in own:
             if "self" in _names(statement) or not isinstance(statement, (ast.Assign, ast.Expr, ast.Delete, ast.Return)):
                 raise _Unknown
@@ -220,9 +204,9 @@ class _Listing:
                     n for i, part in enumerate(statement.value.elts) if i in new for n in _names(part) if n in names
                 ]
             if isinstance(statement, ast.Return) or (isinstance(statement, ast.Assign) and _target(statement) is None):
-                self.aliases.join([RETURNED, *used])
+                self._join([RETURNED, *used])
             elif isinstance(statement, ast.Assign) and _called(statement.value) != ALLOCATION:
-                self.aliases.join(used)
+                self._join(used)
         for statement in own:
             self._add(statement)
 
@@ -231,6 +215,10 @@ class _Listing:
         calls = [(function, _picked(operands), slot) for function, operands, slot in self.calls]
         other = partial(_Listing, self.text, self.space)
         return CallList(self.entries, calls, _picked(self.results), self.given, lambda new: other(new).function())
+
+    def _join(self, names: list[str]) -> None:
+        together = set[str]().union(*(self.aliases.get(name, {name}) for name in names))
+        self.aliases |= dict.fromkeys(together, together)
 
     def _add(self, statement: ast.stmt) -> None:
         first = len(self.entries)
@@ -276,7 +264,7 @@ class _Listing:
         entries = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         small = entries <= ENTRIES and 8 * entries <= self.left
         self.large = self.large or not small
-        if self.aliases.root(name) == self.aliases.root(RETURNED) or not small:
+        if name in self.aliases.get(RETURNED, ()) or not small:
             return self._entry(value)
         self.left -= 8 * entries
         return self._new(self.space[ALLOCATION](sizes, strides, dtype), fixed=True)

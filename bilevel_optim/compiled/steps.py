@@ -115,7 +115,7 @@ class CompiledSteps:
 
     def sources_of(self, upper: Loss | None, lower: Loss | None, tasks: Any) -> Sources:
         """Return the sources of a step with these arguments."""
-        sources = Sources.of(upper, lower, tasks, self._kind)
+        sources = Sources(upper, lower, tasks, self._kind)
         self._kind = sources.kind
         return sources
 
