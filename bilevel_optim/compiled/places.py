@@ -131,7 +131,7 @@ class Writer:
         kept: the places of tensors that are kept as they are; others are copied.
         alerts: what the flags after the first one are for.
         counts: oracle calls.
-        written: what is written; if that of another writer is equal, this one's results replace its own.
+        written: the places written to; if those of another writer are equal, this one's results replace its own.
     """
 
     def __init__(self, results: Results, pure: PureStep) -> None:

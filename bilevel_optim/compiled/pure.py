@@ -44,7 +44,7 @@ def state_of(
 
 
 class Results(NamedTuple):
-    """Results of a step: what an eager step computes, and what it would note in its session.
+    """Results of a step, with the entries of the session of an eager one.
 
     Attributes:
         estimate: the estimate, with its diagnostics measured; of its plain numbers, those that have changed.

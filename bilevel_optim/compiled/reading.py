@@ -166,7 +166,7 @@ def look(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _Looks:
-    """Looks at functions of the user, by Dynamo, and what is kept for each state of what they read.
+    """Looks at functions of the user, by Dynamo, and a value kept for each state of the things read.
 
     Dynamo identifies code by file, line and name. By these it remembers which sizes and numbers have changed, and it
     keeps graphs until that code is removed. So each object has code of its own.
@@ -186,7 +186,7 @@ class _Looks:
         self._places = {id(t): _Place("live", k) for k, t in enumerate(live)}
         for own in leaves:
             self._places |= {id(t): _Place("argument", k) for k, t in enumerate(own) if isinstance(t, Tensor)}
-        # Of each state: the graph, its inputs (None for what is read besides live tensors and arguments), what is kept.
+        # For each state the graph, its inputs (None for those neither live nor arguments), and the kept value.
         self._states: list[tuple[GraphModule | None, list[Tensor | None], Any]] = []
         calls: list[tuple[GraphModule, Sequence[Tensor]]] = []  # of graphs, by Dynamo's code: graph and inputs
         roles = [own.role for own in arguments]
@@ -220,7 +220,7 @@ class _Looks:
         self._states.append((module, [t if id(t) in self._places else None for t in inputs], kept))
 
     def _find(self, module: GraphModule | None, inputs: Sequence[Tensor]) -> Any:
-        """Return what is kept for a state; None if nothing is."""
+        """Return the value kept for a state; None if there is none."""
         for own, expected, kept in self._states:
             if own is module and all(
                 [
