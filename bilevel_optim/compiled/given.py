@@ -83,10 +83,10 @@ class _Given(Objective):
         if self._source is not None:
             self._source.begin()
 
-    def mark(self) -> tuple[Any, ...]:
-        return ()  # `CompiledSteps` rewinds the source
+    def mark(self) -> dict[str, Any]:
+        return {}  # `CompiledSteps` rewinds the source
 
-    def rewind(self, mark: tuple[Any, ...]) -> None:
+    def rewind(self, mark: dict[str, Any]) -> None:
         return None
 
     def draw(self, *, once: bool = False) -> Sample:

@@ -151,7 +151,7 @@ class PureStep:
 
     def _session(self, evaluation: _Evaluation) -> Session:
         return Session(
-            options=replace(self._options, evaluation=evaluation, graphs_outlast=True),
+            options=replace(self._options, evaluation=evaluation),
             found=replace(self._found),
             buffers=_COMPLETE,
             counts=dict.fromkeys(COUNTERS, 0),

@@ -15,6 +15,7 @@ from ..optimizer.lower_checks import probe
 from ..optimizer.method import Method
 from ..optimizer.transaction import Action, make
 from ..problem.objective import Loss
+from ..problem.parameters import by_level
 from ..problem.random import draw_random_inputs
 from ..solvers.lower import is_known
 from .beside import DIFFERS, FUNCTIONAL, compared, require_compilable
@@ -301,7 +302,7 @@ class CompiledSteps:
             estimate, writes = results[0], [*optimizer._step_writes(oracle, results), *left]
             if host and update:
                 with torch.no_grad():
-                    writes += optimizer._update_writes_after(estimate, oracle.live_x, oracle.live_y)
+                    writes += optimizer._update_writes(groups, oracle.live_x, estimate.gradient, estimate)
             transaction.commit(writes)
         return self.noted(estimate.loss.detach(), reason)
 
@@ -366,7 +367,8 @@ class CompiledSteps:
         writes = writer.writes(optimizer, values, after)
         if update and self.moves_on_host:
             pure = entry.pure
-            writes += optimizer._update_writes_after(program.results(call).estimate, pure.live_x, pure.live_y)
+            estimate, groups = program.results(call).estimate, by_level(optimizer.param_groups)
+            writes += optimizer._update_writes(groups, pure.live_x, estimate.gradient, estimate)
         make(writes)
 
     def place(self, sources: Sources) -> list[Action]:

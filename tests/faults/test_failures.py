@@ -357,7 +357,7 @@ def test_an_interrupt_while_a_step_is_written_waits(row, monkeypatch):
 
     places = [
         (bo.Vector, "copy_"),
-        *((transaction, name) for name in ("remember", "remember_solver", "remember_tables")),
+        *((transaction, name) for name in ("remember", "remember_solver")),
     ]
     interruptions = set()
     for owner, name in places:
