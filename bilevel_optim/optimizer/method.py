@@ -436,9 +436,9 @@ class Method(Options, Optimizer, ABC):
         lower, upper = recalled(self.state, y, SOLVER), recalled(self.state, x, UPPER_SOLVER)
         return {
             "memory": lower.memory,
+            "upper_memory": upper.memory,
             "tables": lower.tables,
             "solver": lower.solver if self.warm_start and self.lower_init is None else None,
-            "upper_memory": upper.memory,
             "upper_solver": None if self._upper_rules is None else upper.solver,
         }
 
