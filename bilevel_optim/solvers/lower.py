@@ -240,6 +240,12 @@ class LowerRule:
         other = self.with_limits(limits or self.limits)
         other.optimizer = _Groups(groups, self.kind, self.optimizer.defaults)  # type: ignore[assignment]
         other.rates = rates_of(groups)
+        own = {id(group): new for group, new in zip(self.optimizer.param_groups, groups, strict=True)}
+        carried = [(own[id(group)], name, value) for group, name, value in self.carried]
+        # Another rate than that of the group does not depend on x.
+        other.carried = [(new, name, value) for new, name, value in carried if name != "lr" or new["lr"] is value]
+        for new, name, value in other.carried:
+            new[name] = value.detach()
         return other
 
     def with_limits(self, limits: Limits) -> LowerRule:

@@ -450,6 +450,34 @@ def test_a_limit_that_is_learned_is_refused():
             bo.ITD([x], [y], lr=0.1, lower_steps=2, lower_clip=clip)
 
 
+@pytest.mark.parametrize("option", ["weight_decay", "lr"])
+def test_options_that_follow_x_keep_their_derivative_beside_a_measured_rate(option):
+    """The steps with the measured rate took them for constants."""
+    x = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    y, z = (torch.full((2,), value, dtype=torch.float64, requires_grad=True) for value in (0.4, -0.3))
+    begin = y.detach().clone(), z.detach().clone()
+
+    def lower(y, z):
+        return ((y - 1).square().sum() + (z - y).square().sum()) / 2
+
+    more = {}
+    if option == "weight_decay":
+        more["lower_optimizer"] = lambda groups: SGD(groups, weight_decay=x)
+    groups = [{"params": [y], **({"lr": x} if option == "lr" else {})}, {"params": [z]}]
+    optimizer = bo.ITD([x], groups, lr=0.1, lower_steps=3, **more)
+    optimizer.backward(lambda: (y + 2 * z).sum() + 0 * x, lambda: lower(y, z) + 0 * x)
+    rate = optimizer.diagnostics["lower_lr"].detach()
+    at = x.detach().clone().requires_grad_()
+    a, b = (t.clone().requires_grad_() for t in begin)
+    rate_of_y, decay = (at, 0.0) if option == "lr" else (rate, at)
+    for _ in range(3):
+        slopes = torch.autograd.grad(lower(a, b), (a, b), create_graph=True)
+        a, b = a - rate_of_y * (slopes[0] + decay * a), b - rate * (slopes[1] + decay * b)
+    (expected,) = torch.autograd.grad((a + 2 * b).sum(), at)
+    assert expected.abs() > 0.01
+    close(x.grad, expected, 1e-10)
+
+
 @pytest.mark.parametrize("name", ["ITD", "PZOBO"])
 @pytest.mark.parametrize(
     ("options", "door"),
