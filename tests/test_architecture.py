@@ -31,7 +31,8 @@ DOOR = ("optimizer", "base")  # who alone imports this folder
 BEHIND = "compiled"
 FAMILIES = {
     "meta": ("aid", "itd", "zeroth_order"),
-    "ba": ("aid",),
+    "ba": ("aid", "growing"),
+    "stochastic": ("growing",),
     "paid": ("aid",),
 }
 MODULES = dict.fromkeys(sorted(PACKAGE.rglob("*.py")))

@@ -569,6 +569,30 @@ def test_reentrant_checkpointing(method, level):
     optimizer.step(*wrong)
 
 
+def test_checkpointing_with_tasks():
+    """What is computed again in backward is outside vmap; one task at a time gives the values without it."""
+
+    def ends(recomputed, **options):
+        x, y = pair()
+        tasks = bo.TensorTasks((torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=x.dtype),))
+
+        def lower(batch):
+            aim = lambda point: (x * point).tanh()  # noqa: E731
+            return (y - (checkpoint(aim, *batch, use_reentrant=False) if recomputed else aim(*batch))).square().sum()
+
+        bo.AID([x], [y], **ARGUMENTS, **options).step(lambda _: y.square().sum(), lower, tasks=tasks)
+        return [*x.tolist(), *y.tolist()]
+
+    assert ends(True, vectorize=False) == ends(False, vectorize=False)
+    if torch.__version__ < (2, 12):  # torch 2.11 computes them under vmap
+        assert ends(True) == ends(False)
+        return
+    with pytest.raises(
+        RuntimeError, match=r"activations a second time, in backward.* leave out torch.utils.checkpoint"
+    ):
+        ends(True)
+
+
 # ---------------------------------------------------------------------------------------------------- kinds of tensors
 
 OTHER_TENSORS = {

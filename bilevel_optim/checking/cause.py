@@ -22,7 +22,6 @@ def cause(
     at_solution: float,
     figures: Mapping[str, Any],
     retried: Callable[[], float],
-    step: str,
 ) -> str:
     """Describe the cause of an estimate's bias, found by trials where possible.
 
@@ -32,7 +31,6 @@ def cause(
         at_solution: the same from the exact lower solution.
         figures: diagnostics of the estimate from the exact lower solution.
         retried: repeats that estimate with the current settings, and returns its error.
-        step: name of the setting that differences are divided by; empty if there is none.
     """
     if at_solution < 0.1 * error:
         return (
@@ -48,7 +46,7 @@ def cause(
         )
     if not optimizer.declared.converges:
         return f"{own}{kind} leaves a part of the hypergradient out, whatever its settings: use another method"
-    if step:
+    if step := optimizer.declared.difference_step:
         value = getattr(optimizer, step)
         for factor in (0.25, 4.0):
             if (found := _with(optimizer, step, value * factor, retried)) <= PART * at_solution:

@@ -15,16 +15,15 @@ from torch import Tensor
 
 from ..errors import GradcheckError
 from ..hypergradient import Estimate
-from ..hypergradient.estimate import measured
 from ..optimizer.base import BilevelOptimizer
-from ..optimizer.options import explain_bad_call
+from ..optimizer.hooks import explain_bad_call
 from ..oracle.buffers import Buffers
 from ..oracle.doors import START, leads
 from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import by_level, is_number, require, require_choice
-from ..problem.random import default_state, numbers_kept
+from ..problem.random import default_state, numbers_kept, set_states, states_of
 from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
@@ -103,7 +102,7 @@ class HypergradientReport:
         )
 
 
-@explain_bad_call()
+@explain_bad_call
 def check_hypergradient(
     optimizer: BilevelOptimizer,
     upper: Loss,
@@ -213,10 +212,12 @@ def _checked(
     clock: TimeLimit,
 ) -> tuple[HypergradientReport, float]:
     """Return the report, and the largest bias that passes: the tolerance plus the uncertainty of the comparison."""
-    upper, lower = _timed(upper, "upper", clock), None if lower is None else _timed(lower, "lower", clock)
+    f, g = _timed(upper, "upper", clock), None if lower is None else _timed(lower, "lower", clock)
     _require_losses_alone(optimizer, tasks)
-    case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
-    truth = reference_of(case.problems, case.starts, reference, directions, clock, _concerns(optimizer))
+    case = _one_problem(optimizer, f, g) if tasks is None else _tasks(optimizer, f, g, tasks)
+    concerns = FIRST if optimizer.declared.family == "zeroth-order" else JOINT  # the derivatives that it takes
+    concerns = SECOND if optimizer.declared.second_order else concerns
+    truth = reference_of(case.problems, case.starts, reference, directions, clock, concerns)
     if any(bool(changes(y, optimizer._limits.projected(y, 0))) for y in truth.solutions):
         raise ValueError(
             "there is no reference where lower_projection changes the solution of the lower problem, because the "
@@ -254,7 +255,7 @@ def _checked(
             found = _repeated(lambda: case.estimate(truth.solutions), truth.coordinates, repeats, clock)
             return _ratio(float((found.mean - truth.gradient).norm()) + 2 * found.std / found.number**0.5, norm)
 
-        advice = cause(optimizer, error, at_solution, there.figures, retried, optimizer.declared.difference_step)
+        advice = cause(optimizer, error, at_solution, there.figures, retried)
     report = HypergradientReport(
         relative_error=error,
         relative_error_at_solution=at_solution,
@@ -312,13 +313,6 @@ def _why_inconclusive(case: _Case, truth: Reference, off: bool, noise: float, al
     return "the noise of the estimates is larger than the tolerance: use more repeats, larger batches, or a larger rtol"
 
 
-def _concerns(optimizer: BilevelOptimizer) -> frozenset[str]:
-    """Return the derivatives of the losses that the method takes."""
-    if optimizer.declared.second_order:
-        return SECOND
-    return FIRST if optimizer.declared.family == "zeroth-order" else JOINT
-
-
 def _ratio(numerator: float, denominator: float) -> float:
     if denominator > 0:
         return numerator / denominator
@@ -328,14 +322,13 @@ def _ratio(numerator: float, denominator: float) -> float:
 @contextmanager
 def _undisturbed(optimizer: BilevelOptimizer) -> Generator[None]:
     """Restore all random states (torch's, Python's, NumPy's, the optimizer's) and module buffers after the block."""
-    generator = optimizer.generator
-    own = None if generator is None else generator.get_state()
+    generators = {} if optimizer.generator is None else {"generator": optimizer.generator}
+    own = states_of(generators)
     try:
         with numbers_kept(optimizer.parameters("upper")[0].device), Buffers().kept():
             yield
     finally:
-        if generator is not None and own is not None:
-            generator.set_state(own)
+        set_states(generators, own)
 
 
 class _EstimateMean(NamedTuple):
@@ -361,7 +354,7 @@ def _repeated(
             if len(estimates) < 2:
                 raise
             break
-        figures = measured(found.diagnostics)
+        figures = found.diagnostics
         estimates.append(coordinates(found.gradient))
         if len(estimates) == 2 and torch.equal(*estimates):
             break
@@ -388,11 +381,9 @@ class _Case:
     noise: str = ""
 
 
-def _one_problem(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None) -> _Case:
-    first, second = as_objective(upper, "upper"), None if lower is None else as_objective(lower, "lower")
-    drawing = _drawing(optimizer._oracle(first, second), second is not None)
-    f = _replica(first, drawing[0])
-    g = None if second is None else _replica(second, drawing[1])
+def _one_problem(optimizer: BilevelOptimizer, upper: Objective, lower: Objective | None) -> _Case:
+    drawing = _drawing(optimizer._oracle(upper, lower), lower is not None)
+    f, g = _replica(upper, drawing[0]), None if lower is None else _replica(lower, drawing[1])
     oracle = optimizer._oracle(f, g)
     loose = any(draws and isinstance(one, FiniteSum) for draws, one in zip(drawing, (f, g), strict=True))
 
@@ -402,7 +393,7 @@ def _one_problem(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None) -
     return _Case([oracle], [oracle.y.clone()], estimate, LOOSE if loose else "")
 
 
-def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler: Any) -> _Case:
+def _tasks(optimizer: BilevelOptimizer, upper: Objective, lower: Objective | None, sampler: Any) -> _Case:
     """Return the lower problems of one draw of tasks."""
     kinds = {"rows": "keeps y of every task", "none": "takes no tasks"}
     why = "has one loss" if optimizer._one_loss else kinds.get(optimizer.declared.tasks)
@@ -414,9 +405,11 @@ def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler
     n = task_count(sampler, optimizer.tasks_per_step)
     drawn = DrawnTasks(sampler, n, optimizer.generator)
     oracle = optimizer._oracle(upper, lower)
+    assert lower is not None  # the oracle has taken it
     first = starting_points(oracle.y, oracle.lower_names(), drawn.tasks, n, optimizer.lower_init).detach()
     starts = [first.lane(i).clone() for i in range(n)]
     pairs = zip(drawn.objectives(upper, "upper"), drawn.objectives(lower, "lower"), strict=True)
+    problems = [optimizer._oracle(*pair) for pair in pairs]
 
     def estimate(points: list[Vector] | None) -> Estimate:
         values = stack(starts if points is None else points)
@@ -426,7 +419,6 @@ def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler
 
         return optimizer.propose(upper, lower, tasks=drawn, still=True, start=start)
 
-    problems = [optimizer._oracle(*pair) for pair in pairs]
     return _Case(problems, starts, estimate, LOOSE if any(_drawing(problems[0].at(lower=starts[0]))) else "")
 
 
@@ -439,7 +431,7 @@ class _Timed:
     """
 
     def __init__(self, loss: Callable[..., Any], clock: TimeLimit) -> None:
-        self.loss, self._clock = loss, clock
+        self.loss, self._clock = loss, clock  # by this name an `Objective` finds the user's code
         functools.update_wrapper(self, loss, updated=())
 
     def __call__(self, *arguments: Any) -> Any:
@@ -484,26 +476,18 @@ def _drawing(oracle: Oracle, lower: bool = True) -> tuple[bool, bool]:
     return draws(oracle.upper, oracle.f), lower and draws(oracle.lower, oracle.g)
 
 
-class _Seeded:
-    """A loss, or its features, with random numbers that belong to the batch."""
+def _seeded(function: Callable[..., Any]) -> Callable[[tuple[int, tuple[Any, ...]]], Any]:
+    """Return a loss, or its features, with random numbers that belong to the batch."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, numbered: tuple[int, tuple[Any, ...]]) -> Any:
+    def seeded(numbered: tuple[int, tuple[Any, ...]]) -> Any:
         seed, arguments = numbered
         torch.manual_seed(seed)
-        return self._function(*arguments)
+        return function(*arguments)
+
+    return seeded
 
 
-class _SeededFeatures(_Seeded):
-    """Features that pass the seed on."""
-
-    def __call__(self, numbered: tuple[int, tuple[Any, ...]]) -> Any:
-        return numbered[0], (super().__call__(numbered),)
-
-
-def _replica(objective: Objective, draws: bool = False) -> Objective:
+def _replica(objective: Objective, draws: bool) -> Objective:
     """Return an objective over the same batches in random order that does not advance the user's.
 
     Random numbers that the loss draws become a part of the batches, so the reference and the estimates use the same.
@@ -520,8 +504,10 @@ def _replica(objective: Objective, draws: bool = False) -> Objective:
     times = -(-DRAWS // len(samples))
     seeds = torch.randint(2**31, (times * len(samples),), device="cpu").tolist()
     batches = [(seed, samples[i % len(samples)].arguments) for i, seed in enumerate(seeds)]
-    features = None if objective.features is None else _SeededFeatures(objective.features)
-    return Objective(_Seeded(objective.loss), _Shuffled(batches), features=features, accumulate=objective.accumulate)
+    made = None if objective.features is None else _seeded(objective.features)
+    # The seed is passed on to the loss.
+    features = None if made is None else lambda numbered: (numbered[0], (made(numbered),))
+    return Objective(_seeded(objective.loss), _Shuffled(batches), features=features, accumulate=objective.accumulate)
 
 
 class DrawnTasks:
@@ -534,10 +520,8 @@ class DrawnTasks:
     def __len__(self) -> int:
         return self.count
 
-    def objectives(self, loss: Loss | None, level: str) -> list[Objective]:
+    def objectives(self, objective: Objective, level: str) -> list[Objective]:
         """Return the loss on all the data of each task."""
-        assert loss is not None  # the optimizer has taken it
-        objective = as_objective(loss, level)
         data = draw(self.sampler, level, self.tasks, self.count, None, None)
         return [Objective(objective.loss, [select(data, i)], features=objective.features) for i in range(self.count)]
 

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from ..problem.vector import Vector
 
-__all__ = ["Slope", "basis_or_normal", "directions_for", "flat", "normal", "rms", "slope", "tolerance", "unflat"]
+__all__ = [
+    "Slope",
+    "basis_or_normal",
+    "directions_for",
+    "flat",
+    "nearby",
+    "normal",
+    "rms",
+    "slope",
+    "tolerance",
+    "unflat",
+]
 
 
 class Slope(NamedTuple):
@@ -53,6 +64,12 @@ def normal(like: Sequence[Tensor]) -> Vector:
     """Return a random unit vector, almost surely not orthogonal to a given vector (unless that is zero)."""
     entries = torch.randn(sum(t.numel() for t in like), dtype=torch.float64, device="cpu")
     return unflat(entries / entries.norm(), like)
+
+
+def nearby(at: Vector, distance: float) -> Vector:
+    """Return a random point at a distance relative to the size of a point."""
+    moved: Vector = at + normal(at) * (distance * (1 + rms(at)) * len(flat(at)) ** 0.5)
+    return moved
 
 
 def directions_for(*spaces: Sequence[Tensor]) -> Generator[list[Vector]]:

@@ -20,7 +20,7 @@ from ..oracle.session import Session
 from ..problem.objective import Sample
 from ..problem.vector import Vector, coarsest
 from ..solvers.linear import cg
-from .differences import Slope, basis_or_normal, directions_for, flat, normal, rms, slope, unflat
+from .differences import Slope, basis_or_normal, directions_for, flat, nearby, normal, rms, slope, unflat
 from .trials import TimeLimit, TimeUp
 
 __all__ = [
@@ -58,6 +58,8 @@ SECOND = JOINT | {"lower yy", "lower xy"}
 
 NEWTON = 20  # most Newton steps of a lower solve
 OTHERS = 2  # points nearby that are checked before a loss is reported as wrong
+AWAY = 0.03  # relative distance of the first of these
+OUTCOMES = ("agrees", "unknown", "differs")  # of a comparison, the worst last
 DERIVATIVES = {
     "x": "derivative in x",
     "y": "derivative in y",
@@ -111,7 +113,7 @@ def reference_of(
     kind: str,
     directions: int,
     clock: TimeLimit,
-    concerns: frozenset[str] = SECOND,
+    concerns: frozenset[str],
 ) -> Reference:
     """Compute the reference for problems whose lower solves start at these points.
 
@@ -140,14 +142,13 @@ def reference_of(
             try:
                 return _exact(truths, starts, kind, faults)
             except (GradcheckError, RuntimeError) as error:
-                if not str(error).endswith(WHY):
-                    if small:
-                        raise
-                else:
+                if str(error).endswith(WHY):
                     # A fault that the start does not show may be of second derivatives, which the method does not take.
                     found = truths[0].faults(truths[0].solve(starts[0])[0])
                     if faults or not found or found.keys() & concerns:
                         raise
+                elif small:
+                    raise
                 kind = "differences"  # it is not convex enough, or cannot be differentiated twice
     try:
         if kind == "differences":
@@ -161,17 +162,15 @@ def reference_of(
 
 def _exact(truths: Sequence[_Truth], starts: Sequence[Vector], kind: str, faults: list[str]) -> Reference:
     """Compute the reference by implicit differentiation; compare it with differences of the first solved problem."""
-    parts, solutions, residual, uncertainty, seen = list[Tensor](), list[Vector](), 0.0, 0.0, _Gap(math.nan, "")
+    found = list[_Exact]()
     for k, (truth, start) in enumerate(zip(truths, starts, strict=True)):
         truth.clock.stage(0.1 + 0.5 * k / len(truths), 0.1 + 0.5 * (k + 1) / len(truths))
-        found = truth.exact(kind, truth.solve(start)[0])
-        parts.append(flat(found.gradient))
-        solutions.append(found.solution)
-        residual, uncertainty = max(residual, found.residual), max(uncertainty, found.error)
+        found.append(truth.exact(kind, truth.solve(start)[0]))
         if k == 0:
-            seen = truth.gap(kind, found, faults)
-    mean = torch.stack(parts).mean(0)
-    return Reference(mean, flat, kind, solutions, residual, faults, seen.value, uncertainty, seen.doubt)
+            gap, doubt = truth.gap(kind, found[0], faults)
+    mean = torch.stack([flat(one.gradient) for one in found]).mean(0)
+    solutions, residual = [one.at.y for one in found], max(one.at.residual for one in found)
+    return Reference(mean, flat, kind, solutions, residual, faults, gap, max(one.error for one in found), doubt)
 
 
 def _by_differences(
@@ -226,19 +225,11 @@ class _Solved(NamedTuple):
 
 
 class _Exact(NamedTuple):
-    """A hypergradient, the lower solution, the norm of the gradient there, and the error of the hypergradient."""
+    """A hypergradient, the lower solution, and the error of the hypergradient."""
 
     gradient: Vector
-    solution: Vector
-    residual: float
+    at: _Solved
     error: float
-
-
-class _Gap(NamedTuple):
-    """Relative difference between a reference and a difference, and why it is not conclusive (empty if it is)."""
-
-    value: float
-    doubt: str
 
 
 class _Truth:
@@ -259,20 +250,16 @@ class _Truth:
         with point.session.buffers_kept():
             return _mean(point.lower, self._lower)
 
-    def lower_in_x(self, y: Vector, x: Vector) -> Vector:
-        """Return the gradient of the averaged lower loss in x."""
-        point = self.oracle.at(x, y)
-        return _mean(lambda sample: point.lower_jointly(sample)[:2], self._lower)[1]
-
-    def upper(self, y: Vector, x: Vector | None = None) -> tuple[Tensor, Vector]:
-        """Return the value of the averaged upper loss, and its gradient in x and y."""
-        point = self.oracle.at(x, y)
+    def upper(self, y: Vector, x: Vector | None = None) -> tuple[Tensor, Vector, Vector]:
+        """Return the value of the averaged upper loss, and its gradients in x and in y."""
+        point, split = self.oracle.at(x, y), len(self.oracle.x)
 
         def joined(sample: Sample) -> tuple[Tensor, Vector]:
             loss, grad_x, grad_y = point.upper(sample)
             return loss, Vector((*grad_x, *grad_y))
 
-        return _mean(joined, self._upper)
+        value, gradient = _mean(joined, self._upper)
+        return value, Vector(gradient[:split]), Vector(gradient[split:])
 
     def solve(self, start: Vector, x: Vector | None = None) -> tuple[Vector, float]:
         """Return about the minimiser of the averaged lower loss over y, and the norm of its gradient there."""
@@ -411,13 +398,13 @@ class _Truth:
             y, slope_ = after, slope_after
         self._require_solved(y, float(step.norm()))
         self._factor = torch.linalg.inv(hessian)
-        v = unflat(torch.linalg.solve(hessian, flat(self._slopes(y)[1])), y)
+        v = unflat(torch.linalg.solve(hessian, flat(self.upper(y)[2])), y)
         return self._with_adjoint(v, _Solved(y, float(slope_.norm()), unflat(step, y)))
 
     def _implicit(self, near: Vector) -> _Exact:
         solved = self.polished(near, product=lambda v: self._products(near, v)[0])
         y, made = solved.y, 0
-        b = self._slopes(y)[1]
+        b = self.upper(y)[2]
 
         def product(v: Vector) -> Vector:
             nonlocal made
@@ -426,10 +413,10 @@ class _Truth:
             self.clock.show(f"implicit differentiation, product {made}", 0.9)
             return self._products(y, v)[0]
 
-        tol = max(1e-8, 10 * self._unit)
-        result = cg(product, b, steps=PRODUCTS, tol=tol) if float(b.norm()) else None
-        if result is None:
+        if not float(b.norm()):
             return self._with_adjoint(b, solved)
+        tol = max(1e-8, 10 * self._unit)
+        result = cg(product, b, steps=PRODUCTS, tol=tol)
         if bool(result.indefinite) or not float(result.relative) <= 100 * tol:  # type: ignore[arg-type]
             raise GradcheckError(
                 "there is no reference: the lower loss is not strongly convex at the solution that was found, or its "
@@ -437,20 +424,15 @@ class _Truth:
             )
         return self._with_adjoint(result.solution, solved)
 
-    def _slopes(self, y: Vector) -> tuple[Vector, Vector]:
-        """Return the gradients of the upper loss in x and in y."""
-        split, gradient = len(self.oracle.x), self.upper(y)[1]
-        return Vector(gradient[:split]), Vector(gradient[split:])
-
     def _with_adjoint(self, v: Vector, solved: _Solved) -> _Exact:
         """Return the hypergradient, and its change by the remaining error of the lower solve."""
 
         def gradient(y: Vector) -> Vector:
-            return self._slopes(y)[0] - self._products(y, v)[1]
+            return self.upper(y)[1] - self._products(y, v)[1]
 
         here, moved = gradient(solved.y), solved.y - solved.step
         left = float(solved.step.norm()) > 100 * self._unit * float(solved.y.norm())
-        return _Exact(here, solved.y, solved.residual, float((gradient(moved) - here).norm()) if left else 0.0)
+        return _Exact(here, solved, float((gradient(moved) - here).norm()) if left else 0.0)
 
     def _products(self, y: Vector, v: Vector, x: Vector | None = None) -> tuple[Vector, Vector]:
         """Return H v, and the cross derivative times v, of the averaged lower loss."""
@@ -492,9 +474,9 @@ class _Truth:
             nonlocal worst
             moved = x + probe * t
             y, step = self._solved_near(solution, moved)
-            f, gradient = self.upper(y, moved)
+            f, _, slope_ = self.upper(y, moved)
             if step is not None:
-                worst = max(worst, abs(float(Vector(gradient[len(x) :]).dot(step))))
+                worst = max(worst, abs(float(slope_.dot(step))))
             return float(f)
 
         found = slope(value, epsilon, self._unit)
@@ -519,40 +501,39 @@ class _Truth:
             solved = self.polished(self.solve(solution, x)[0], x)
         return solved.y, solved.step
 
-    def gap(self, kind: str, found: _Exact, faults: list[str]) -> _Gap:
+    def gap(self, kind: str, found: _Exact, faults: list[str]) -> tuple[float, str]:
         """Return the relative difference of a hypergradient to differences of the solved problem along directions.
 
-        If they disagree, finer differences are taken, and then the comparison is repeated at other x nearby. A kink is
-        at some points only, a wrong derivative at all.
+        The text says why that is not conclusive, and is empty if it is. If they disagree, finer differences are taken,
+        and then the comparison is repeated at other x nearby. A kink is at some points only, a wrong derivative at all.
 
         Raises:
             GradcheckError: if they disagree by more than errors of differences, or a derivative of a loss is not that
                 of its values.
         """
         if self._unit > COARSE:
-            return _Gap(math.nan, "")
+            return math.nan, ""
         self.clock.show("a difference of the solved problem", 0.95)
         try:
             value, outcome, seen = self._compare_with_differences(found)
             if faults:
                 raise GradcheckError(f"{'; '.join(faults)}; {seen}. {WHY}")
             for k in range(OTHERS if outcome != "agrees" else 0):
-                x = self.oracle.x
                 other = copy.copy(self)
                 other._factor = None
-                other.oracle = self.oracle.at(x + normal(x) * (0.03 * (k + 1) * (1 + rms(x)) * len(flat(x)) ** 0.5))
+                other.oracle = self.oracle.at(nearby(self.oracle.x, AWAY * (k + 1)))
                 try:
-                    there = other.exact(kind, other.solve(found.solution)[0])
+                    there = other.exact(kind, other.solve(found.at.y)[0])
                     confirmed = other._compare_with_differences(there)[1] == "agrees"
                 except GradcheckError:  # the lower problem has no good solution there
                     continue
                 if confirmed:
-                    return _Gap(value, KINK)
+                    return value, KINK
         except TimeUp:
-            return _Gap(math.nan, NO_TIME)
+            return math.nan, NO_TIME
         if outcome == "differs":
             raise GradcheckError(f"{seen}. {WHY}")
-        return _Gap(value, "" if outcome == "agrees" else UNCONFIRMED)
+        return value, "" if outcome == "agrees" else UNCONFIRMED
 
     def _compare_with_differences(self, found: _Exact) -> tuple[float, str, str]:
         """Return the relative difference, its outcome, and a description."""
@@ -561,26 +542,26 @@ class _Truth:
             probe = normal(gradient)
             expected = float(probe.dot(gradient))
             for finer in (1.0, FINER) if self._unit < 1e-12 else (1.0,):
-                one = self.directional(probe, found.solution, finer)
+                one = self.directional(probe, found.at.y, finer)
                 outcome = one.compared(expected, rms(gradient), self._unit)
                 if outcome == "agrees":
                     break
             size = max(abs(one.value), abs(expected), rms(gradient))
             results.append(
                 (
-                    ("agrees", "unknown", "differs").index(outcome),
+                    OUTCOMES.index(outcome),
                     abs(one.value - expected) / size if size else 0.0,
                     f"along a random direction the reference by second derivatives is {expected:.6g}, a difference of "
                     f"the solved problem {one.value:.6g}",
                 )
             )
         worst, value, text = max(results)
-        return value, ("agrees", "unknown", "differs")[worst], text
+        return value, OUTCOMES[worst], text
 
     def require_repeatable(self, start: Vector) -> None:
         """Raise GradcheckError if a loss changes its value from call to call."""
         self.clock.stage(0.0, 0.1)
-        y = start + normal(start) * (0.03 * (1 + rms(start)) * len(flat(start)) ** 0.5)  # where nothing is zero
+        y = nearby(start, AWAY)  # where nothing is zero
         if not all(math.isfinite(float(value(y)[0])) for value in (self.lower, self.upper)):
             y = start
         for level, evaluate in (("upper", self.upper), ("lower", self.lower)):
@@ -615,33 +596,34 @@ class _Truth:
                 )
         found: dict[str, str] = {}
         for k in range(OTHERS + 1):
-            x = self.oracle.x
-            y = start + normal(start) * (0.03 * (1 + k) * (1 + rms(start)) * len(flat(start)) ** 0.5)
+            x, y = self.oracle.x, nearby(start, AWAY * (1 + k))
             if k:  # where no gradient is zero; later also another x
-                x = x + normal(x) * (0.03 * k * (1 + rms(x)) * len(flat(x)) ** 0.5)
+                x = nearby(x, AWAY * k)
             if not all(math.isfinite(float(value(y, x)[0])) for value in (self.lower, self.upper)):
                 x, y = self.oracle.x, start
-            here = self._faults_at(x, y, 1.0 if not k or self._unit > 1e-12 else FINER, {*found} if k else None)
+            here = self._faults_at(x, y, 1.0 if not k or self._unit > 1e-12 else FINER)
             found = {which: text for which, text in (found or here).items() if which in here}
             if not found:
                 break
         return found
 
-    def _faults_at(self, x: Vector, y: Vector, finer: float, which: set[str] | None) -> dict[str, str]:
-        """Return the same at one point, for all derivatives or some of them."""
-        split, found = len(x), dict[str, str]()
-        gradient, slope_ = self.upper(y, x)[1], self.lower(y, x)[1]
-        in_x, in_y, joint = Vector(gradient[:split]), Vector(gradient[split:]), self.lower_in_x(y, x)
+    def _faults_at(self, x: Vector, y: Vector, finer: float) -> dict[str, str]:
+        """Return the same at one point."""
+        point, found = self.oracle.at(x, y), dict[str, str]()
+        (_, in_x, in_y), slope_ = self.upper(y, x), self.lower(y, x)[1]
+        joint = _mean(lambda sample: point.lower_jointly(sample)[:2], self._lower)[1]
         for along_x, along_y, across in directions_for(x, y, y):
-            bent, cross = self._products_if_any(x, y, along_y)
             self._compare(found, "upper x", x, in_x, along_x, finer, lambda p: self.upper(y, p)[0])
             self._compare(found, "upper y", y, in_y, along_y, finer, lambda p: self.upper(p, x)[0])
             self._compare(found, "lower y", y, slope_, along_y, finer, lambda p: self.lower(p, x)[0])
             self._compare(found, "lower x", x, joint, along_x, finer, lambda p: self.lower(y, p)[0])
-            if bent is not None and cross is not None:
-                self._compare(found, "lower yy", y, bent, across, finer, self._along(along_y, x=x))
-                self._compare(found, "lower xy", x, cross, along_x, finer, self._along(along_y, y=y))
-        return found if which is None else {k: text for k, text in found.items() if k in which}
+            try:
+                bent, cross = self._products(y, along_y, x)
+            except RuntimeError:  # it cannot be differentiated twice
+                continue
+            self._compare(found, "lower yy", y, bent, across, finer, self._along(along_y, x=x))
+            self._compare(found, "lower xy", x, cross, along_x, finer, self._along(along_y, y=y))
+        return found
 
     def _along(self, v: Vector, x: Vector | None = None, y: Vector | None = None) -> Callable[[Vector], Tensor]:
         """Return the derivative of the lower loss in y along a direction, as a function of x or of y."""
@@ -674,12 +656,6 @@ class _Truth:
         with self.oracle.evaluating():
             found = custom_operations(self.oracle.value(level, sample))
         return f" (the likely cause is the operation {', '.join(found)})" if found else ""
-
-    def _products_if_any(self, x: Vector, y: Vector, v: Vector) -> tuple[Vector | None, Vector | None]:
-        try:
-            return self._products(y, v, x)
-        except RuntimeError:  # it cannot be differentiated twice
-            return None, None
 
 
 def _mean(evaluate: Callable[[Sample], tuple[Tensor, Vector]], samples: Sequence[Sample]) -> tuple[Tensor, Vector]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import GradcheckError
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import methods as known_methods
-from ..optimizer.options import explain_bad_call
+from ..optimizer.hooks import explain_bad_call
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..oracle.session import EvaluationOptions, Session
@@ -49,6 +49,9 @@ LARGEST_BIAS = 0.5  # largest bias of a suggested method
 WORSE = 2.0  # growth of f, relative to the start's loss, above which a trial has diverged
 NOT_TRIED = "not tried: max_seconds was over; use a larger one"
 SHIFT = 0.03  # relative shift of F2SA's copies of y by nu, about
+
+
+Groups = tuple[list[dict[str, Any]], list[dict[str, Any]]]  # of both levels
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class Suggestion:
     notes: list[str]
     gradients: int
     took: float
-    _parameters: tuple[list[dict[str, Any]], list[dict[str, Any]]] = field(repr=False, default=([], []))
+    _parameters: Groups = field(repr=False, default=([], []))
 
     def make(self, name: str, **overrides: Any) -> BilevelOptimizer:
         """Make the optimizer of this name as it was tried, with some settings overridden.
@@ -125,14 +128,12 @@ class Suggestion:
         that optimizer.
         """
         require_choice("name", name, self.rows)
-        upper, lower = ([dict(group) for group in groups] for groups in self._parameters)
         row = self.rows[name]
         settings = {**row.settings, **overrides}
         if "upper_optimizer" in overrides and "lr" not in overrides:
             kind = getattr(overrides["upper_optimizer"], "__name__", "")
             settings["lr"] = row.rates.get(kind)
-        made: BilevelOptimizer = known_methods()[name](upper, lower, **settings)
-        return made
+        return _made(name, self._parameters, settings)
 
     def __str__(self) -> str:
         convex = f", condition number {self.largest / self.smallest:.3g}" if self.smallest > 0 else ""
@@ -158,7 +159,7 @@ class Suggestion:
         return "\n".join([*lines, f"{self.gradients} gradients in {self.took:.1f} s"])
 
 
-@explain_bad_call()
+@explain_bad_call
 def suggest(
     upper_params: Params,
     lower_params: Params,
@@ -262,6 +263,13 @@ def suggest(
     )
 
 
+def _made(name: str, groups: Groups, settings: dict[str, Any]) -> BilevelOptimizer:
+    """Make the optimizer of a method; it does not change the groups."""
+    upper, lower = ([dict(group) for group in level] for level in groups)
+    made: BilevelOptimizer = known_methods()[name](upper, lower, **settings)
+    return made
+
+
 def _short(value: Any) -> str:
     if isinstance(value, partial):
         options = ", ".join(f"{name}={_short(option)}" for name, option in value.keywords.items())
@@ -316,11 +324,6 @@ class _Measured:
             self.spectrum = Spectrum(product, self.y, goes_on)
 
     @property
-    def sharpest(self) -> float:
-        """Largest curvature, of either sign."""
-        return max(abs(self.spectrum.largest), abs(self.spectrum.smallest), torch.finfo(self.y.dtype).tiny)
-
-    @property
     def convex(self) -> bool:
         """True if the smallest curvature is above rounding."""
         spectrum = self.spectrum
@@ -337,8 +340,9 @@ class _Measured:
     @property
     def nu(self) -> float:
         """Value of nu for F2SA that moves copies of y by a small part of its size, by its sharpest curvature."""
-        size = float(self.y.norm()) + float(self.slope.norm()) / self.sharpest
-        return SHIFT * self.sharpest * max(size, 1e-3) / max(self.pull, 1e-12)
+        sharpest = max(abs(self.spectrum.largest), abs(self.spectrum.smallest), torch.finfo(self.y.dtype).tiny)
+        size = float(self.y.norm()) + float(self.slope.norm()) / sharpest
+        return SHIFT * sharpest * max(size, 1e-3) / max(self.pull, 1e-12)
 
     def _lower_each(self, y: Tensor) -> list[Tensor]:
         at = self.oracle.at(lower=unflat(y, self.oracle.y))
@@ -403,16 +407,20 @@ def _spread(each: Sequence[Tensor]) -> float:
 
 @dataclass
 class _Try:
-    """Settings of a method, and their outcome so far."""
+    """Settings of a method, with an update of x of some kind, and their outcome so far."""
 
+    name: str
     kind: str
-    rate: float
     settings: dict[str, Any]
     outcome: Outcome = field(default_factory=Outcome)
 
     @property
     def loss(self) -> float:
         return self.outcome.final_loss
+
+    def but(self, **options: Any) -> _Try:
+        """Return a new try with some settings changed."""
+        return _Try(self.name, self.kind, {**self.settings, **options})
 
 
 class _Search:
@@ -428,13 +436,7 @@ class _Search:
         start: the upper loss with the lower problem solved at the current x.
     """
 
-    def __init__(
-        self,
-        trials: Trials,
-        measured: _Measured,
-        groups: tuple[list[dict[str, Any]], list[dict[str, Any]]],
-        clock: TimeLimit,
-    ) -> None:
+    def __init__(self, trials: Trials, measured: _Measured, groups: Groups, clock: TimeLimit) -> None:
         self.trials, self.measured, self._groups, self._clock = trials, measured, groups, clock
         self.start, self._most, self._scale = math.nan, math.inf, math.inf
         self._found: dict[str, SuggestionRow] = {}
@@ -444,7 +446,7 @@ class _Search:
 
     def find(self, methods: Sequence[str]) -> None:
         """Try all methods, round after round, so that all have got equally far when the time ends."""
-        fixed = self._tried(_Try("SGD", 0.0, {**self._common("FirstOrder"), "lr": 0.0}), "FirstOrder", BUDGETS[1])
+        fixed = self._tried(self._with_fixed_x("FirstOrder"), BUDGETS[1])
         first = self.measured.loss
         self.start = fixed.loss if math.isfinite(fixed.loss) else first
         self._scale = max(abs(self.start), abs(first - self.start), 1e-12)
@@ -453,7 +455,7 @@ class _Search:
         for k, budget in enumerate(BUDGETS):
             for j, (name, tries) in enumerate(left.items()):
                 self._clock.stage((k + j / len(left)) / 5, (k + (j + 1) / len(left)) / 5)
-                left[name] = self._best(name, tries, budget)
+                left[name] = self._best(tries, budget)
         found = sorted(left, key=lambda name: min((one.loss for one in left[name]), default=math.inf))
         self._finalists = [*[name for name in found if name != "FirstOrder"][:FINALISTS], "FirstOrder"]
         for j, name in enumerate(found):
@@ -478,17 +480,21 @@ class _Search:
 
     # ------------------------------------------------------------------------------------------------ one method
 
-    def _best(self, name: str, tries: Sequence[_Try], budget: int) -> list[_Try]:
-        """Return the best tries of each kind, after a round at this cost."""
+    def _sound(self, tries: Sequence[_Try], of: int, budget: int | None = None) -> list[_Try]:
+        """Run tries, the first of so many, and return those that did not diverge."""
         for i, one in enumerate(tries):
-            self._clock.show(f"{name}, {one.kind} {one.rate:.2g}", i / len(tries))
-            self._tried(one, name, budget)
-        sound = sorted((one for one in tries if math.isfinite(one.loss)), key=lambda one: one.loss)
+            self._clock.show(f"{one.name}, {one.kind} {one.settings['lr']:.2g}", i / of)
+            self._tried(one, budget)
+        return [one for one in tries if math.isfinite(one.loss)]
+
+    def _best(self, tries: Sequence[_Try], budget: int) -> list[_Try]:
+        """Return the best tries of each kind, after a round at this cost."""
+        sound = sorted(self._sound(tries, len(tries), budget), key=lambda one: one.loss)
         kept = KEPT if budget == BUDGETS[0] else 1
         return [one for kind in RATES for one in [t for t in sound if t.kind == kind][:kept]]
 
-    def _common(self, name: str) -> dict[str, Any]:
-        """Return the settings of a method except the update of x; the lower rate follows the curvature."""
+    def _with_fixed_x(self, name: str) -> _Try:
+        """Return a try of a method that does not move x; the lower rate follows the curvature."""
         measured, settings = self.measured, dict[str, Any]()
         if name != "SOBA":
             settings["lower_steps"] = STEPS[1]
@@ -502,17 +508,15 @@ class _Search:
             settings |= {"order": 2, "nu": measured.nu, "normalize": False}
         elif measured.why_differences and name != "FirstOrder":
             settings["hvp"] = "finite-difference"
-        return settings
+        return _Try(name, "SGD", {**settings, "lr": 0.0})
 
     def _rates(self, name: str) -> list[_Try]:
         """Return all tries of a method."""
-        settings = self._common(name)
 
         def measure(optimizer: BilevelOptimizer) -> None:
             self._norms[name] = float(optimizer.diagnostics["hypergradient_norm"])
 
-        first = _Try("SGD", 0.0, {**settings, "lr": 0.0})
-        self._tried(first, name, BUDGETS[0], measure)
+        first = self._tried(self._with_fixed_x(name), BUDGETS[0], measure)
         if name not in self._norms:
             self._reasons[name] = f"{first.outcome.reason}, although x was fixed" if first.outcome.reason else NOT_TRIED
             return []
@@ -522,20 +526,15 @@ class _Search:
         smallest = {"SGD": PART * self._scale / norm**2, "Adam": SMALLEST}
         update: dict[str, dict[str, Any]] = {"SGD": {}, "Adam": {"upper_optimizer": torch.optim.Adam}}
         return [
-            _Try(kind, rate, {**settings, "lr": rate, **update[kind]})
+            _Try(name, kind, {**first.settings, "lr": rate, **update[kind]})
             for kind, number in RATES.items()
             for rate in (smallest[kind] * RATIO**k for k in range(number))
         ]
 
     def _tried(
-        self, one: _Try, name: str, budget: int, after: Callable[[BilevelOptimizer], None] | None = None
+        self, one: _Try, budget: int | None = None, after: Callable[[BilevelOptimizer], None] | None = None
     ) -> _Try:
-        """Run a try, and return it."""
-
-        def make() -> BilevelOptimizer:
-            upper, lower = ([dict(group) for group in groups] for groups in self._groups)
-            made: BilevelOptimizer = known_methods()[name](upper, lower, **one.settings)
-            return made
+        """Run a try for some gradients, by default those of the last trials of its method, and return it."""
 
         def diverged(outcome: Outcome) -> bool:
             return outcome.losses[-1] > self._most + 10 * WORSE * self._scale
@@ -543,6 +542,9 @@ class _Search:
         if self._clock.over:
             self.trials.ended = True
             return one
+        if budget is None:
+            budget = LAST if one.name in self._finalists else BUDGETS[-1]
+        make = partial(_made, one.name, self._groups, one.settings)
         outcome = self.trials.run(make, budget, after=after, stop=diverged)
         if outcome.reason or not self.trials.ended or outcome.steps >= one.outcome.steps:
             one.outcome = outcome
@@ -550,79 +552,68 @@ class _Search:
             one.outcome.reason = "diverged"
         return one
 
-    def _with_rate(self, one: _Try, rate: float) -> _Try:
-        return _Try(one.kind, rate, {**one.settings, "lr": rate})
-
-    def _with(self, one: _Try, options: dict[str, Any]) -> _Try:
-        return _Try(one.kind, one.rate, {**one.settings, **options})
-
-    def _last(self, name: str) -> int:
-        """Return the number of gradients of the last trials of a method."""
-        return LAST if name in self._finalists else BUDGETS[-1]
-
     def _conclude(self, name: str, tries: Sequence[_Try]) -> None:
         """Find the row of a method: its best update of x, with the best lower steps, a small bias, and a margin."""
-        for i, one in enumerate(tries):
-            self._clock.show(f"{name}, {one.kind} {one.rate:.2g}", i / 8)
-            self._tried(one, name, self._last(name))
-        sound = [one for one in tries if math.isfinite(one.loss)]
+        sound = self._sound(tries, 8)
         if not sound:
             return
         best = min(sound, key=lambda one: one.loss)
         for steps in STEPS if "lower_steps" in best.settings else ():
             if steps != STEPS[1]:
                 self._clock.show(f"{name}, {steps} lower steps", 0.3)
-                other = self._tried(self._with(best, {"lower_steps": steps}), name, self._last(name))
+                other = self._tried(best.but(lower_steps=steps))
                 if other.loss < best.loss - 0.02 * abs(best.loss):
                     best = other
-        best, row = self._less_biased(name, best)
+        best, row = self._less_biased(best)
         rates = {}
         for one in sound:
             options = {option: best.settings[option] for option in COUNTS if option in best.settings}
-            kind, settled = one.kind, best if one.kind == best.kind else self._with(one, options)
+            kind, settled = one.kind, best if one.kind == best.kind else one.but(**options)
             self._clock.show(f"{name}, {kind} with a larger rate", 0.8)
-            margin = self._with_margin(name, settled)
+            margin = self._with_margin(settled)
             if margin is not None:
-                rates[kind] = margin.rate
+                rates[kind] = margin.settings["lr"]
             if kind == best.kind and margin is not best:
-                row = None if margin is None else self._measured_row(name, margin)
+                row = None if margin is None else self._measured_row(margin)
         if row is not None:
             self._found[name] = replace(row, rates=rates)
 
-    def _less_biased(self, name: str, best: _Try) -> tuple[_Try, SuggestionRow | None]:
+    def _less_biased(self, best: _Try) -> tuple[_Try, SuggestionRow | None]:
         """Return settings with more steps if the bias is large, and their row."""
-        row = self._measured_row(name, best)
+        row = self._measured_row(best)
         counts = [option for option in COUNTS if option in best.settings]
-        while counts and name != "FirstOrder" and (row.bias or 0.0) > LARGEST_BIAS:
+        while counts and best.name != "FirstOrder" and (row.bias or 0.0) > LARGEST_BIAS:
             more: dict[str, Any] = {option: 3 * best.settings[option] for option in counts}
             if max(more.values()) > MOST_STEPS:
                 break
-            self._clock.show(f"{name}, more steps for a smaller bias", 0.5)
-            other = self._tried(self._with(best, more), name, self._last(name))
+            self._clock.show(f"{best.name}, more steps for a smaller bias", 0.5)
+            other = self._tried(best.but(**more))
             if not math.isfinite(other.loss):
                 break
-            best, row = other, self._measured_row(name, other)
+            best, row = other, self._measured_row(other)
         return best, row
 
-    def _with_margin(self, name: str, one: _Try) -> _Try | None:
+    def _with_margin(self, one: _Try) -> _Try | None:
         """Return the same settings, or with a smaller rate, such that three times the rate is stable."""
+        rate = one.settings["lr"]
         for part in (1.0, 1 / RATIO, 1 / RATIO**2):
-            faster = self._tried(self._with_rate(one, one.rate * part * RATIO), name, self._last(name))
+            faster = self._tried(one.but(lr=rate * part * RATIO))
             if not faster.outcome.reason:
-                return one if part == 1.0 else self._with_rate(one, one.rate * part)
+                return one if part == 1.0 else one.but(lr=rate * part)
         return None
 
-    def _measured_row(self, name: str, one: _Try) -> SuggestionRow:
+    def _measured_row(self, one: _Try) -> SuggestionRow:
         """Return the row of some settings, with bias and memory at the end of their trial."""
-        bias: list[float | None] = [None, None]
-        graph: list[float | None] = [None]
+        found = dict[str, float | None].fromkeys(("bias", "noise", "mebibytes"))
 
         def measure(optimizer: BilevelOptimizer) -> None:
-            self._clock.show(f"{name}: bias", 0.8)
-            bias[:] = self._bias(optimizer, self._norms[name])
-            graph[0] = largest_graph(lambda: optimizer.step(self.trials.f, self.trials.g, tasks=self.trials.tasks))
+            self._clock.show(f"{one.name}: bias", 0.8)
+            found["bias"], found["noise"] = self._bias(optimizer, self._norms[one.name])
+            found["mebibytes"] = largest_graph(
+                lambda: optimizer.step(self.trials.f, self.trials.g, tasks=self.trials.tasks)
+            )
 
-        last = self._tried(self._with(one, {}), name, self._last(name), measure)
+        last = self._tried(one.but(), after=measure)
         outcome = last.outcome if math.isfinite(last.loss) else one.outcome
         return SuggestionRow(
             settings=one.settings,
@@ -630,12 +621,10 @@ class _Search:
             steps=outcome.steps,
             gradients=outcome.gradients,
             residual=outcome.residual,
-            seconds=outcome.seconds_each,
-            mebibytes=graph[0],
-            bias=bias[0],
-            noise=bias[1],
+            seconds=outcome.seconds / max(outcome.steps, 1),
             told=outcome.warning_texts,
             rates={},
+            **found,
         )
 
     def _bias(self, optimizer: BilevelOptimizer, first: float) -> tuple[float | None, float | None]:

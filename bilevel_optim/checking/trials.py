@@ -66,11 +66,6 @@ class Outcome:
         mean = sum(last) / len(last)
         return mean if math.isfinite(mean) else math.inf
 
-    @property
-    def seconds_each(self) -> float:
-        """Seconds per step."""
-        return self.seconds / max(self.steps, 1)
-
 
 class Trials:
     """Trials of optimizers over the same tensors, each from the same point, with the same data and random numbers.

@@ -60,7 +60,10 @@ def maker_of(backend: str | Backend, mode: str | None, options: dict[str, Any] |
             for node in part.graph.nodes if isinstance(part, GraphModule) else ():
                 node.meta = {}  # it holds tensors without values
         if backend != "inductor":
-            made = _plainly(backend)(module, fakes)
+            if backend == "eager":
+                made: Callable[..., Any] = module.forward
+            else:
+                made = (lookup_backend(backend) if isinstance(backend, str) else backend)(module, fakes)
             return Program(lambda arguments: made(*arguments))
         inner: list[Program] = []
 
@@ -92,10 +95,3 @@ def _innermost(inner: Sequence[Program], whole: Callable[..., Any], arguments: l
     same = len(given) == len(arguments) and len(found) == len(results)
     same = same and all(a is b for a, b in zip(given, arguments, strict=True))
     return program if same and all(a is b for a, b in zip(found, results, strict=True)) else None
-
-
-def _plainly(backend: str | Backend) -> Backend:
-    """Return the backend, looked up if it is a name. Its functions take their arguments one by one."""
-    if backend == "eager":
-        return lambda module, examples: module.forward
-    return lookup_backend(backend) if isinstance(backend, str) else backend

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from functools import partial
 
 import torch
-from torch import Tensor
 
-from ..hypergradient.estimate import Write
+from ..hypergradient import Estimate
 from ..optimizer.method import Method
+from ..optimizer.step import Update
 from ..optimizer.transaction import TABLE
 from ..oracle.hooks import any_hooks
 from ..oracle.oracle import Oracle
 from ..solvers.agd import AGD
-from .compare import Accepted, Results, mismatch, perturbed_by_rounding
+from .compare import Accepted, mismatch, perturbed_by_rounding
 from .entry import Entry, Settings
-from .places import table_at
 from .program import Given
-from .pure import results_of
+from .pure import Results
 from .reasons import Refused
 
 __all__ = ["DIFFERS", "FUNCTIONAL", "compared", "require_compilable"]
@@ -37,12 +34,12 @@ def compared(
     settings: Settings,
     entry: Entry,
     given: Given,
-    right: Results,
+    right: tuple[Estimate, Update | None],
     oracle: Oracle,
     eager: float,
     graphs: int,
-) -> tuple[Results, Sequence[Tensor], str | None]:
-    """Return results of a compiled step, compiled now if need be, its buffers, and what differs from the eager one.
+) -> tuple[Results, str | None]:
+    """Return results of a compiled step, compiled now if need be, and what differs from the eager one.
 
     Args:
         optimizer: the optimizer.
@@ -54,9 +51,9 @@ def compared(
         eager: seconds that it has taken.
         graphs: number of graphs of the optimizer.
     """
-    began, before, pure = time.perf_counter(), entry.count, entry.pure
+    began, before = time.perf_counter(), entry.count
     found = entry.results(given, graphs)
-    found["flags"].tolist()  # waits for a device
+    found.flags.tolist()  # waits for a device
     seconds = time.perf_counter() - began
     if entry.count > before:
         entry.gain.compilation += seconds
@@ -65,22 +62,19 @@ def compared(
     name = optimizer.declared.difference_step
     divisor = min(getattr(optimizer, name), 1.0) if name else 1.0
     accepted = Accepted(settings.rtol, settings.atol, divisor)
-    results = partial(results_of, table_of=partial(table_at, optimizer, pure))
-    tables = {id(t): name for entries in optimizer.state.values() for name, t in entries.items()}
-
-    def part(write: Write) -> str:
-        name: str = tables.get(id(write.table), "y")
-        return name.removeprefix(TABLE).removeprefix("rows.")
-
+    names = {
+        id(t): name.removeprefix(TABLE).removeprefix("rows.")
+        for entries in optimizer.state.values()
+        for name, t in entries.items()
+    }
     with torch.no_grad():
-        made = results(found)
-        what = mismatch(right, made, oracle.x, oracle.y, accepted, part)
+        what = mismatch(right, found[:2], oracle.x, oracle.y, accepted, names)
         if what is not None:  # it may be a small difference of large terms, as near a solution
             moved = given.at(x=perturbed_by_rounding(given.state["x"]), y=perturbed_by_rounding(given.state["y"]))
             otherwise = entry.known(moved)
-            other = None if otherwise is None else results(otherwise)
-            what = mismatch(right, made, oracle.x, oracle.y, accepted, part, other)
-    return made, found["buffers"], what
+            other = None if otherwise is None else otherwise[:2]
+            what = mismatch(right, found[:2], oracle.x, oracle.y, accepted, names, other)
+    return found, what
 
 
 def require_compilable(optimizer: Method, oracle: Oracle) -> None:

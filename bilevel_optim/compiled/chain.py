@@ -12,16 +12,11 @@ from torch import Tensor
 from .draws import Drawn
 from .forms import DataForm
 from .program import Call, StepProgram
-from .small_cpu import CallList
+from .small_cpu import CallList, storage_of
 
 __all__ = ["Chain"]
 
 TURNS = 4  # most copies of the results of small steps whose memory is kept
-
-
-def storage_of(t: Tensor) -> int:
-    """Return the address of a tensor's storage."""
-    return t.untyped_storage().data_ptr()
 
 
 class Chain:
@@ -41,11 +36,11 @@ class Chain:
         assert program.next_state is not None
         self.program = program
         self._loss, self._flags = program.writer.loss, program.writer.flags
-        count = len(first.results)
-        self._first = len(first.arguments) - len(program.next_state)  # where the state begins
+        count = len(first.arguments)
+        self._first = count - len(program.next_state)  # where the state begins
         pairs = list(enumerate(program.next_state, self._first))
-        self._from_results = [(j, int(k)) for j, k in pairs if k < count]
-        self._from_arguments = [(j, k - count) for j, k in pairs if k >= count and j != k - count]
+        self._from_results = [(j, int(k)) for j, k in pairs if k >= 0]
+        self._from_arguments = [(j, k + count) for j, k in pairs if k < 0 and j != k + count]
         self.form = DataForm.of((drawn, random))
         self._times = {source: len(samples) for source, samples in drawn.items()}
         # The forms of its batches, without their indices and weights; of one, if all of them have the same.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..hypergradient.estimate import Estimate, Write
+from ..hypergradient.estimate import Estimate
 from ..optimizer.step import Update
 from ..problem.vector import Vector
 
@@ -39,7 +39,7 @@ def mismatch(
     x: Sequence[Tensor],
     y: Sequence[Tensor],
     accepted: Accepted,
-    name_of: Callable[[Write], str],
+    names: Mapping[int, str],
     other: Results | None = None,
 ) -> str | None:
     """Name the first result that differs from the eager step by more than is accepted; return None if none does.
@@ -50,13 +50,13 @@ def mismatch(
         x: upper parameters before the step, since their changes are compared.
         y: lower parameters before the step, for the same reason.
         accepted: the accepted difference.
-        name_of: names the table that a write changes.
+        names: names of tables that writes change, by id; others are y.
         other: results of the compiled step for values that are rounded differently, if known.
     """
 
-    def parts(results: Results) -> dict[str, tuple[Sequence[Tensor], Sequence[Tensor] | None, float]]:
+    def parts(results: Results) -> dict[str, Any]:  # name -> vector, its base or None, and the divisor
         (estimate, update), divisor = results, accepted.divisor
-        vectors: dict[str, tuple[Sequence[Tensor], Sequence[Tensor] | None, float]] = {
+        vectors: dict[str, Any] = {
             "the loss": ([estimate.loss], None, 1.0),
             "the hypergradient": (estimate.gradient, None, divisor),
         }
@@ -70,7 +70,9 @@ def mismatch(
                 vectors["y that moves with x"] = update.lower, y, divisor
         for write in estimate.writes:
             if write.values.is_floating_point():
-                vectors[f"rows of {name_of(write)}"] = [write.values], None, _part(write)
+                # An estimate for all rows from a few magnifies rounding.
+                fraction = write.rows.numel() / len(write.table) if isinstance(write.rows, Tensor) else 1.0
+                vectors[f"rows of {names.get(id(write.table), 'y')}"] = [write.values], None, fraction
         return vectors
 
     these, others = parts(found), None if other is None else parts(other)
@@ -83,11 +85,6 @@ def mismatch(
     return None
 
 
-def _part(write: Write) -> float:
-    """Return the fraction of a table's rows that is written: an estimate for all rows from a few magnifies rounding."""
-    return write.rows.numel() / len(write.table) if isinstance(write.rows, Tensor) else 1.0
-
-
 def _close(
     right: Sequence[Tensor],
     found: Sequence[Tensor],
@@ -96,22 +93,26 @@ def _close(
     perturbed: Sequence[Tensor] | None,
 ) -> bool:
     """Return True if two vectors, or their distances from a base, are equal up to the accepted difference."""
-    a, b = Vector(t.detach().double() for t in right), Vector(t.detach().double() for t in found)
+    a, b = _doubled(right), _doubled(found)
     size, distance = a.norm(), (a - b).norm()
     if not bool(size.isfinite()):
         return not bool(b.norm().isfinite())
     if accepted.rtol is not None or accepted.atol is not None:
         return bool(distance <= (accepted.atol or 0.0) + (accepted.rtol or 0.0) * size)
     eps = max(torch.finfo(t.dtype).eps for t in right if t.is_floating_point())
-    moved = size if base is None else (a - Vector(t.detach().double() for t in base)).norm()
-    if perturbed is not None and bool(distance <= 100 * (b - Vector(t.detach().double() for t in perturbed)).norm()):
+    moved = size if base is None else (a - _doubled(base)).norm()
+    if perturbed is not None and bool(distance <= 100 * (b - _doubled(perturbed)).norm()):
         return True
     least = eps**TOLERANCE
     return bool(distance <= min(least / accepted.divisor, max(least, LARGEST)) * moved + 100 * eps * (size + 1e-30))
 
 
-def perturbed_by_rounding(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors that differ by rounding, each entry up or down."""
+def _doubled(tensors: Sequence[Tensor]) -> Vector:
+    return Vector(t.detach().double() for t in tensors)
+
+
+def perturbed_by_rounding(tensors: Sequence[Tensor]) -> Vector:
+    """Return a copy of a vector that differs by rounding, each entry up or down."""
     generator, found = torch.Generator().manual_seed(0), []
     for t in tensors:
         if t.is_floating_point():
@@ -119,4 +120,4 @@ def perturbed_by_rounding(tensors: Sequence[Tensor]) -> list[Tensor]:
             other = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
             t = other.copy_(t * (1 + torch.finfo(t.dtype).eps * signs))
         found.append(t)
-    return found
+    return Vector(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -69,23 +69,17 @@ class Sources:
 
     __slots__ = ("kind", "lower", "objectives", "tasks", "upper")
 
-    def __init__(
-        self, upper: Objective | None, lower: Objective | None, tasks: Any, last: SourceKind | None = None
-    ) -> None:
-        self.upper, self.lower, self.tasks = upper, lower, tasks
+    def __init__(self, upper: Loss | None, lower: Loss | None, tasks: Any, last: SourceKind | None = None) -> None:
+        self.upper = None if upper is None else as_objective(upper, "upper")
+        self.lower = None if lower is None else as_objective(lower, "lower")
+        self.tasks = tasks
         self.objectives: dict[str, Objective] = {}
-        types: list[Any] = [tasks is None, upper is lower]
-        for level, o in (("upper", upper), ("lower", lower)):
+        types: list[Any] = [tasks is None, self.upper is self.lower]
+        for level, o in (("upper", self.upper), ("lower", self.lower)):
             if o is not None:
                 self.objectives[level] = o
                 types += level, type(o), type(o.data), o.features is None, o.terms, o.accumulate
         self.kind = last if last is not None and last.types == types else SourceKind(self, types)
-
-    @classmethod
-    def of(cls, upper: Loss | None, lower: Loss | None, tasks: Any, last: SourceKind | None = None) -> Self:
-        """Return the sources of a step with these arguments."""
-        f = None if upper is None else as_objective(upper, "upper")
-        return cls(f, None if lower is None else as_objective(lower, "lower"), tasks, last)
 
     def level_of(self, draw: Draw) -> str:
         """Return the level of the loss from which a draw is made; a method may take one loss, for both."""
@@ -218,31 +212,29 @@ class Plan:
             found[source] = own, sizes.pop()
         return cls(sources.kind, found, structure_of((drawn, random), []))
 
-    def draw(self, sources: Sources, random: Mapping[str, Tensor]) -> tuple[dict[str, list[Any]], list[Tensor] | None]:
-        """Draw the batches of a step, by source, and return the tensors of its samples and random inputs too.
+    def draw(self, sources: Sources, random: Mapping[str, Tensor]) -> tuple[Drawn, list[Tensor] | None]:
+        """Draw the samples of a step, and return their tensors and those of the random inputs too.
 
-        Without the tensors if a batch has another form.
+        Without the tensors if a sample has another form.
         """
-        batches: dict[str, list[Any]] = {}
+        drawn: Drawn = {}
         tensors: list[Tensor] | None = []
         numbers = {name: [int(value)] for name, value in random.items()} if random else {}
         for source, draws, size in self._draws:
             if not size:
+                drawn[source] = [()] * len(draws)
                 continue
-            batches[source] = taken = taken_by(sources.objectives[source], draws, numbers, 1)
+            taken = taken_by(sources.objectives[source], draws, numbers, 1)
+            drawn[source] = [*zip(taken)]
             for batch in taken:
                 if tensors is None or type(batch) is not tuple or len(batch) != size:
                     tensors = None
                 else:
                     tensors += batch
         if tensors is None or not {*map(type, tensors)} <= {Tensor}:
-            return batches, None
+            return drawn, None
         tensors += random.values()
-        return batches, tensors
-
-    def samples(self, batches: Mapping[str, list[Any]]) -> Drawn:
-        """Return the samples of these batches."""
-        return {source: [*zip(batches[source])] if size else [()] * len(own) for source, own, size in self._draws}
+        return drawn, tensors
 
 
 def _size_of(sample: Any) -> int:
@@ -359,31 +351,17 @@ def _tensor(value: Any) -> Tensor | None:
     return None if value is None else torch.tensor(value, device="cpu")
 
 
-class Inputs:
+class Inputs(NamedTuple):
     """Inputs of a step besides the state.
 
-    Args:
+    Attributes:
         sources: the sources of its samples.
         random: random inputs.
-        drawn: its samples, if they are not drawn by a plan.
-        plan: that plan, which draws them now.
-
-    Attributes:
+        drawn: its samples.
         tensors: tensors of the samples and random inputs, if samples were drawn by a plan and have its form; else None.
     """
 
-    __slots__ = ("_batches", "_drawn", "_plan", "random", "sources", "tensors")
-
-    def __init__(
-        self, sources: Sources, random: dict[str, Tensor], drawn: Drawn | None = None, plan: Plan | None = None
-    ) -> None:
-        self.sources, self.random, self._drawn, self._plan = sources, random, drawn, plan
-        self._batches, self.tensors = ({}, None) if plan is None else plan.draw(sources, random)
-
-    @property
-    def drawn(self) -> Drawn:
-        """The samples, by source."""
-        if self._drawn is None:
-            assert self._plan is not None
-            self._drawn = self._plan.samples(self._batches)
-        return self._drawn
+    sources: Sources
+    random: dict[str, Tensor]
+    drawn: Drawn
+    tensors: list[Tensor] | None = None

@@ -26,7 +26,7 @@ from .forms import DataForm
 from .gain import Gain
 from .places import StatePlaces
 from .program import Given, StepProgram, StepReader
-from .pure import PureStep
+from .pure import PureStep, Results
 from .reading import Unread, WantsConstants
 from .reasons import Refused, require_no_effects
 
@@ -140,17 +140,10 @@ class Entry:
             if form.fits(structure, tensors):
                 if i:
                     self.compiled.insert(0, self.compiled.pop(i))
-                return self.known_to(reader, losses)
+                return reader.known(losses)
         return None
 
-    def known_to(self, reader: StepReader, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]] | None:
-        """Return the program for what the losses read at present, and that, if one fits."""
-        try:
-            return reader.known(losses)
-        except Exception:  # the losses have changed in a way that torch's guards do not see
-            return None
-
-    def known(self, given: Given) -> dict[str, Any] | None:
+    def known(self, given: Given) -> Results | None:
         """Run a compiled program for this step, without gradients; return None if none fits."""
         found = self.find(given.structure, given.tensors, given.losses)
         if found is None:
@@ -158,7 +151,7 @@ class Entry:
         with torch.no_grad():
             return found[0].results(found[0]([*found[1], *given.tensors]))
 
-    def results(self, given: Given, graphs: int) -> dict[str, Any]:
+    def results(self, given: Given, graphs: int) -> Results:
         """Run a compiled program for this step; compile it now if none fits. The optimizer has ``graphs`` programs."""
         results = self.known(given)
         if results is not None:
@@ -188,7 +181,7 @@ class Entry:
         self.count, self.uses = self.count + 1, 1
         return results
 
-    def _compile(self, reader: StepReader, given: Given) -> dict[str, Any]:
+    def _compile(self, reader: StepReader, given: Given) -> Results:
         """Compile a step, and return its results."""
         before, constant, pure = python_random.getstate(), reader.constant, self.pure
         settings = {**SETTINGS, "automatic_dynamic_shapes": not constant, "specialize_float": constant}

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
+from ..problem.vector import Vector
 from ..pytree import tree_flatten
 from .reasons import Refused
 
-__all__ = ["DataForm", "Form", "empty", "form_of", "form_of_tensor", "structure_of"]
+__all__ = ["DataForm", "Form", "empty", "form_of_tensor", "forms_of", "structure_of"]
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -75,17 +76,17 @@ class DataForm:
         return plain and all(starmap(self._alike, batches))
 
     def _alike(self, *tensors: Tensor) -> bool:
-        # Guards compare still more, and refuse a tensor that is there twice.
-        return self._guards.check(*tensors) or self._alike_once(tensors) or _all_of(tensors) == self._forms
-
-    def _alike_once(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if tensors have this form, by one look at each, for lists that hold some of them twice."""
+        if self._guards.check(*tensors):
+            return True
+        # Guards refuse a tensor that is there twice: then each is looked at once.
         own, ids = dict(zip(map(id, tensors), tensors, strict=True)), [*map(id, tensors)]
-        if len(own) == len(ids) or len(ids) != len(self._kinds):
-            return False
-        kinds = dict(zip(ids, self._kinds, strict=True))
-        alike = [kinds[i] for i in ids] == self._kinds
-        return alike and all([self._guard_of[kinds[i]].check(t) for i, t in own.items()])
+        if len(own) < len(ids) == len(self._kinds):
+            kinds = dict(zip(ids, self._kinds, strict=True))
+            if [kinds[i] for i in ids] == self._kinds and all(
+                [self._guard_of[kinds[i]].check(t) for i, t in own.items()]
+            ):
+                return True
+        return _all_of(tensors) == self._forms  # guards compare still more
 
 
 def _guards_of(tensors: Sequence[Tensor]) -> TensorGuards:
@@ -95,20 +96,14 @@ def _guards_of(tensors: Sequence[Tensor]) -> TensorGuards:
 
 def _all_of(tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
     """Return the forms of tensors, and which ones still have to be conjugated or negated."""
-    return *_forms_of(tensors), [*map(Tensor.is_conj, tensors)], [*map(Tensor.is_neg, tensors)]
+    return *forms_of(tensors), [*map(Tensor.is_conj, tensors)], [*map(Tensor.is_neg, tensors)]
 
 
-def _forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+def forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
     return [*map(_ATTRIBUTES, tensors)], [*map(Tensor.stride, tensors)]
 
 
 _ATTRIBUTES = attrgetter("shape", "dtype", "device", "requires_grad")
-
-
-def form_of(value: Any) -> tuple[Any, Any]:
-    """Return structure and forms of nested data, to be compared with others, also in a trace."""
-    tensors: list[Tensor] = []
-    return structure_of(value, tensors), _forms_of(tensors)
 
 
 def structure_of(value: Any, tensors: list[Tensor]) -> Any:
@@ -118,7 +113,7 @@ def structure_of(value: Any, tensors: list[Tensor]) -> Any:
         Refused: if an object may hold values that are not seen here.
     """
     kind = type(value)
-    if kind is list or kind is tuple:
+    if kind is list or kind is tuple or kind is Vector:
         found: list[Any] = [kind]
         for part in value:  # tensors without a call each: every step does this
             if type(part) is Tensor:

@@ -23,7 +23,7 @@ class GivenData:
         drawn: source -> its samples.
         losses: the user's functions, by role.
         sources: an eager step draws from them if it needs more than it has declared (after an alert).
-            Default: the step is traced by Dynamo, and may not draw.
+            Default: the step is traced, and may not draw.
     """
 
     def __init__(
@@ -39,13 +39,11 @@ class GivenData:
         """Return the objective of a level; None if the method has none."""
         if level not in self._losses:
             return None
-        if self._sources is None:
-            return _Given(level, self, self._losses)
-        return _GivenAgain(level, self, self._losses, self._sources.objectives[level])
+        return _Given(level, self, self._losses, None if self._sources is None else self._sources.objectives[level])
 
     def sampler(self, source: Any) -> _GivenTasks:
         """Return a task sampler that gives the drawn tasks."""
-        return _GivenTasks(source, self)
+        return _GivenTasks(source, self, traced=self._sources is None)
 
     def next(self, source: str) -> Any:
         """Return the next sample of a source."""
@@ -60,22 +58,20 @@ class GivenData:
 
     def require_used(self) -> None:
         """Raise if samples are left."""
-        if any([len(found) > 0 for found in self._left.values()]):
+        if any(self._left.values()):
             raise RuntimeError(OTHERS)
-
-    @property
-    def is_eager(self) -> bool:
-        """True if the samples are for an eager step."""
-        return self._sources is not None
 
 
 class _Given(Objective):
-    """An objective whose samples were drawn before the step."""
+    """An objective whose samples were drawn before the step; an eager step may draw more from the ``source``."""
 
-    def __init__(self, level: str, given: GivenData, losses: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(
+        self, level: str, given: GivenData, losses: Mapping[str, Callable[..., Any]], source: Objective | None
+    ) -> None:
         self.loss, self.features = losses[level], losses.get(f"{level} features")
-        self.data = self.device = None
-        self.accumulate, self.level, self._given = 1, level, given
+        self.device, self.data = None, None if source is None else source.data
+        self.accumulate, self.level = 1, level
+        self._given, self._source, self._features = given, source, None
         self._terms: Any = losses.get(f"{level} terms")
 
     @property
@@ -83,24 +79,43 @@ class _Given(Objective):
         return self._terms  # type: ignore[no-any-return]
 
     def begin(self) -> None:
+        super().begin()
+        if self._source is not None:
+            self._source.begin()
+
+    def mark(self) -> dict[str, Any]:
+        return {}  # `CompiledSteps` rewinds the source
+
+    def rewind(self, mark: dict[str, Any]) -> None:
         return None
 
     def draw(self, *, once: bool = False) -> Sample:
+        if self._source is not None and not self._given.has(self.level):
+            return self._source.draw(once=once)
         drawn = self._given.next(self.level)
         arguments, index, weight = drawn if len(drawn) == 3 else (drawn, None, None)
         return self._again(arguments, index, weight, once)
 
     def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
-        return [self.draw() for _ in range(most + 1)]
+        if self._source is None:
+            return [self.draw() for _ in range(most + 1)]
+        if not self._given.has(self.level):
+            return self._source.draw_some(name, count, most)
+        return [self.draw() for _ in range(most + 1)][: int(count) + 1]
 
     def samples(self, most: int | None = None) -> list[Sample]:
-        if not self._given.has(f"all of {self.level}"):
-            return [self.sample()]
-        terms = self._given.next(f"all of {self.level}")
-        return [self._again(arguments, index, weight, False) for index, (arguments, weight) in enumerate(terms)]
+        if self._given.has(f"all of {self.level}"):
+            terms = self._given.next(f"all of {self.level}")
+            return [self._again(arguments, index, weight, False) for index, (arguments, weight) in enumerate(terms)]
+        return [self.sample()] if self._source is None else self._source.samples(most)
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
-        return Sample(self.loss, arguments, once=once, features=self.features)
+        if self._source is None:
+            return Sample(self.loss, arguments, once=once, features=self.features)
+        return super().sample(*arguments, once=once)
+
+    def term(self, index: int, *, once: bool = False) -> Sample:
+        return super().term(index, once=once) if self._source is None else self._source.term(index, once=once)
 
     def _again(self, arguments: Any, index: Any, weight: Any, once: bool) -> Sample:
         sample = self.sample(*arguments, once=once)
@@ -108,43 +123,6 @@ class _Given(Objective):
         if weight is not None:
             sample.loss, sample.weight = _weighted(sample.loss, weight), weight
         return sample
-
-
-class _GivenAgain(_Given):
-    """Such an objective for an eager step, which may draw more."""
-
-    def __init__(
-        self, level: str, given: GivenData, losses: Mapping[str, Callable[..., Any]], source: Objective
-    ) -> None:
-        super().__init__(level, given, losses)
-        self.data, self.source, self._features = source.data, source, None
-
-    def begin(self) -> None:
-        Objective.begin(self)
-        self.source.begin()
-
-    def mark(self) -> tuple[Any, ...]:
-        return ()  # `CompiledSteps` rewinds the source
-
-    def rewind(self, mark: tuple[Any, ...]) -> None:
-        return None
-
-    def sample(self, *arguments: Any, once: bool = False) -> Sample:
-        return Objective.sample(self, *arguments, once=once)
-
-    def draw(self, *, once: bool = False) -> Sample:
-        return super().draw(once=once) if self._given.has(self.level) else self.source.draw(once=once)
-
-    def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
-        if not self._given.has(self.level):
-            return self.source.draw_some(name, count, most)
-        return super().draw_some(name, count, most)[: int(count) + 1]
-
-    def samples(self, most: int | None = None) -> list[Sample]:
-        return super().samples(most) if self._given.has(f"all of {self.level}") else self.source.samples(most)
-
-    def term(self, index: int, *, once: bool = False) -> Sample:
-        return self.source.term(index, once=once)
 
 
 def _weighted(loss: Callable[..., Any], weight: Tensor) -> Callable[..., Any]:
@@ -156,28 +134,28 @@ def _weighted(loss: Callable[..., Any], weight: Tensor) -> Callable[..., Any]:
 
 
 class _GivenTasks(StandIn):
-    """A sampler whose tasks and batches were drawn before the step."""
+    """A sampler whose tasks and batches were drawn before the step; an eager step may draw more from the source."""
 
-    def __init__(self, source: Any, given: GivenData) -> None:
+    def __init__(self, source: Any, given: GivenData, traced: bool) -> None:
         super().__init__(source)
-        self._given = given
+        self._given, self._traced = given, traced
 
     def sample(self, n: int, generator: Any) -> Any:
-        return self._given.next("tasks") if self._is_given("tasks") else super().sample(n, generator)
+        return self._given.next("tasks") if self._gives("tasks") else super().sample(n, generator)
 
     def lower(self, tasks: Any, n: Any, generator: Any) -> Any:
         name = "tasks.lower"
-        return self._given.next(name) if self._is_given(name) else super().lower(tasks, n, generator)
+        return self._given.next(name) if self._gives(name) else super().lower(tasks, n, generator)
 
     def upper(self, tasks: Any, n: Any, generator: Any) -> Any:
         name = "tasks.upper"
-        return self._given.next(name) if self._is_given(name) else super().upper(tasks, n, generator)
+        return self._given.next(name) if self._gives(name) else super().upper(tasks, n, generator)
 
     def whole(self, draw: Any, inputs: Any) -> Any:
         return self._given.next("whole")
 
-    def _is_given(self, source: str) -> bool:
-        return not self._given.is_eager or self._given.has(source)
+    def _gives(self, source: str) -> bool:
+        return self._traced or self._given.has(source)
 
 
 class Recorded(StandIn):

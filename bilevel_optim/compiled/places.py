@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import is_, itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..hypergradient.estimate import Write
+from ..hypergradient import Estimate
 from ..optimizer.method import Method
+from ..optimizer.step import Update
 from ..optimizer.transaction import (
     SOLVER,
     TABLE,
@@ -23,11 +24,11 @@ from ..optimizer.transaction import (
     write_rows,
 )
 from ..problem.vector import Vector
-from ..pytree import tree_leaves
+from ..pytree import is_named_tuple, replace, tree_leaves
 from .forms import structure_of
-from .pure import PureStep, state_of
+from .pure import PureStep, Results, state_of
 
-__all__ = ["Place", "StatePlaces", "Writer", "buffer_writes", "picked", "table_at"]
+__all__ = ["Place", "StatePlaces", "Writer", "buffer_writes", "on_tensors"]
 
 
 class StatePlaces:
@@ -76,21 +77,19 @@ class StatePlaces:
         return found + [name for name in numbers if isinstance(numbers[name], Tensor)] if numbers else found
 
     def _search(self) -> tuple[list[Tensor], Any]:
-        optimizer, (x, y) = self._optimizer, (self._pure.live_x, self._pure.live_y)
-        known = optimizer._remembered(x, y)
-        now = self._rates(y[0].device)
-        own = [t.detach() for t in x], [t.detach() for t in y]
+        optimizer, x, y = self._optimizer, self._pure.live_x, self._pure.live_y
         tensors: list[Tensor] = []
-        self._structure = structure_of(state_of(known, optimizer.numbers, *own, self._pure.buffers, now), tensors)
+        known = state_of(optimizer, x, y, self._pure.buffers, self._rates(y[0].device))
+        self._structure = structure_of(known, tensors)
         state = optimizer.state
         self._owners, self._states = [*state], [*state.values()]
         self._kept = self._options()
         places = [(state[p], name) for name in known["memory"] for p in y]
         places += [(state[p], name) for name in known["upper_memory"] for p in x]
         places += [(state[y[0]], TABLE + name) for name in known["tables"]]
-        for prefix, level in ((SOLVER, y), (UPPER_SOLVER, x)):
-            memory = known["solver" if prefix == SOLVER else "upper_solver"] or ()
-            places += [(state[p], prefix + name) for p, entries in zip(level, memory, strict=False) for name in entries]
+        for prefix, level, memory in ((SOLVER, y, known["solver"]), (UPPER_SOLVER, x, known["upper_solver"])):
+            pairs = zip(level, memory or (), strict=False)
+            places += [(state[p], prefix + name) for p, entries in pairs for name in entries]
         self._entries, live = places, len(self._live)
         again = self._at_known_places()  # None if an entry is no tensor: then each step searches
         self._found = again is not None and len(again) == len(tensors) and all(map(is_, again[live:], tensors[live:]))
@@ -101,19 +100,23 @@ class StatePlaces:
 
 
 class Place(int):
-    """The place of a tensor among the results of a step's program and, after them, its arguments."""
+    """The place of a tensor among the results of a step's program, or, negative, among its arguments from the end."""
 
 
-def picked(part: Any, values: Sequence[Tensor]) -> Any:
-    """Return nested results with a tensor in each `Place`."""
+def on_tensors(function: Callable[[Any], Any], part: Any) -> Any:
+    """Apply a function to each tensor, or to each `Place` of one, in a step's state or results."""
     kind = type(part)
     if kind is Place:
-        return values[part]
+        return function(part)
     if kind is dict:
-        return {name: values[own] if type(own) is Place else picked(own, values) for name, own in part.items()}
-    if kind is tuple:
-        return tuple([picked(own, values) for own in part])
-    return [picked(own, values) for own in part] if kind is list else part
+        return {name: on_tensors(function, own) for name, own in part.items()}
+    if kind is list or kind is tuple or kind is Vector:
+        return kind([on_tensors(function, own) for own in part])
+    if is_named_tuple(kind):
+        return kind(*[on_tensors(function, own) for own in part])
+    if kind is Estimate or kind is Update:
+        return replace(part, **on_tensors(function, vars(part)))
+    return function(part) if isinstance(part, Tensor) else part
 
 
 class Writer:
@@ -128,42 +131,45 @@ class Writer:
         kept: the places of tensors that are kept as they are; others are copied.
         alerts: what the flags after the first one are for.
         counts: oracle calls.
+        written: the places written to; if those of another writer are equal, this one's results replace its own.
     """
 
-    def __init__(self, results: Mapping[str, Any], pure: PureStep) -> None:
-        moved: Mapping[str, Any] = results["moved"] or {}
-        self.loss, self.flags = results["loss"], results["flags"]
-        self.alerts, self.counts = results["alerts"], results["counts"]
-        self._gradient, self._diagnostics = results["gradient"], results["diagnostics"]
+    def __init__(self, results: Results, pure: PureStep) -> None:
+        estimate: Any = results.estimate  # with places, not tensors
+        moved: Any = results.moved or Update(Vector())
+        self.loss, self.flags = estimate.loss, cast("Any", results.flags)
+        self.alerts, self.counts = results.alerts, results.counts
+        self._gradient, self._diagnostics = estimate.gradient, estimate.diagnostics
         plain = len(self._diagnostics) > 1 and {*map(type, self._diagnostics.values())} == {Place}
         self._figures = [*self._diagnostics], itemgetter(*self._diagnostics.values()) if plain else None
-        self._numbers = {**results["plain"], **results["numbers"]}
+        self._numbers = {**estimate.numbers, **moved.numbers}
         self._pure, self._x = pure, pure.live_x
-        y, self._buffers = pure.live_y, results["buffers"]
-        self._rows = [*results["writes"], *moved.get("writes", ())]
+        y, self._buffers, self._rows = pure.live_y, cast("Any", results.buffers), results.writes
         # Entries of the state: parameter, name and place; None deletes the entry.
-        self._entries: list[tuple[Tensor, str, Place | None]] = [
+        self._entries: list[tuple[Tensor, str, Any]] = [
             (p, name, place)
             for live, entries in (
-                (y, results["memory"]),
-                (self._x, results["upper_memory"]),
-                (y[:1], {TABLE + name: [place] for name, place in results["tables"].items()}),
-                (self._x, moved.get("upper_memory", {})),
+                (y, estimate.memory),
+                (self._x, estimate.upper_memory),
+                (y[:1], {TABLE + name: [place] for name, place in estimate.tables.items()}),
+                (self._x, moved.upper_memory),
             )
             for name, places in entries.items()
             for p, place in zip(live, places or [None] * len(live), strict=True)
         ]
         self._solvers = [
             (live, memory, prefix)
-            for live, memory, prefix in ((y, results["solver"], SOLVER), (self._x, moved.get("solver"), UPPER_SOLVER))
+            for live, memory, prefix in ((y, estimate.solver, SOLVER), (self._x, moved.solver, UPPER_SOLVER))
             if memory is not None
         ]
-        lower = results["lower"] if moved.get("lower") is None else moved["lower"]
-        live = [] if lower is None else [*zip(y, lower, strict=True)]
-        live += [] if not moved else zip(self._x, moved["x"], strict=True)
-        self._live, self._values = [t for t, _ in live], [place for _, place in live]
+        pairs = [*zip(y, moved.lower or estimate.lower or (), strict=False)]
+        pairs += zip(self._x, moved.x, strict=False)
+        self._live, self._values = [t for t, _ in pairs], [place for _, place in pairs]
         staying = self.loss, self._diagnostics, self._numbers, self._solvers, [place for *_, place in self._entries]
         self.kept = {leaf for leaf in tree_leaves(staying) if isinstance(leaf, Place)}
+        entries = [(id(p), name, place is None) for p, name, place in self._entries]
+        solvers = [(prefix, structure_of(memory, [])) for _, memory, prefix in self._solvers]
+        self.written = entries, solvers, [*map(id, self._live)], len(self._buffers), {*self._numbers}
 
     def writes(self, optimizer: Method, values: Sequence[Tensor], after: dict[str, Any]) -> list[Action]:
         """Return the writes of a call's results, in the order of `writes_of`; ``after`` is the run state after it."""
@@ -174,30 +180,18 @@ class Writer:
             found.append(partial(torch._foreach_copy_, self._live, [values[place] for place in self._values]))
         if self._buffers:
             found += buffer_writes(self._pure, [values[place] for place in self._buffers])
-        figures, numbers = self._figures_in(values), picked(self._numbers, values) if self._numbers else {}
+        names, pick = self._figures
+        if pick is None:
+            figures = on_tensors(values.__getitem__, self._diagnostics)
+        else:
+            figures = dict(zip(names, pick(values), strict=True))
+        numbers = on_tensors(values.__getitem__, self._numbers) if self._numbers else {}
         found += optimizer._result_writes(figures, numbers, optimizer._run_state.found, after)
         return found
 
-    def _figures_in(self, values: Sequence[Tensor]) -> dict[str, Any]:
-        names, pick = self._figures
-        return picked(self._diagnostics, values) if pick is None else dict(zip(names, pick(values), strict=True))
-
-    def writes_as(self, other: Writer) -> bool:
-        """Return True if another writer writes to the same places, so that this one's results replace its own."""
-        return self is other or self._written() == other._written()
-
-    def _written(self) -> Any:
-        entries = [(id(p), name, place is None) for p, name, place in self._entries]
-        solvers = [(prefix, structure_of(memory, [])) for _, memory, prefix in self._solvers]
-        return entries, solvers, [*map(id, self._live)], len(self._buffers), self._rows, {*self._numbers}
-
     def _write_state(self, optimizer: Method, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         if self._rows:
-            rows = [
-                Write(table_at(optimizer, self._pure, place), picked(which, values), values[new])
-                for place, which, new in self._rows
-            ]
-            write_rows(rows)
+            write_rows(on_tensors(values.__getitem__, self._rows))
         set_gradients(self._x, gradients)
         state = optimizer.state
         for p, name, place in self._entries:
@@ -207,21 +201,10 @@ class Writer:
                 t = values[place]
                 state[p][name] = owned(t.detach() if t.requires_grad else t, p)
         for live, memory, prefix in self._solvers:
-            remember_solver(state, live, picked(memory, values), prefix)
+            remember_solver(state, live, on_tensors(values.__getitem__, memory), prefix)
 
 
 def buffer_writes(pure: PureStep, left: Sequence[Tensor]) -> list[Action]:
     """Return the writes of new values of the module buffers."""
     pairs = [pair for pair in zip(pure.buffers, left, strict=True) if pair[0] is not pair[1]] if left else []
     return [partial(Vector(live for live, _ in pairs).copy_, [value for _, value in pairs])] if pairs else []
-
-
-def table_at(optimizer: Method, pure: PureStep, place: tuple[str, str, int]) -> Tensor:
-    """Return the live table at a place in the state."""
-    level, name, i = place
-    if level == "y":
-        table: Tensor = pure.live_y[i].detach()
-        return table
-    entries = optimizer.state[pure.live_x[i] if level == "upper_memory" else pure.live_y[i]]
-    found: Tensor = entries[TABLE + name if level == "tables" else name]
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,9 @@ from ..oracle.substitution import replacement
 from ..pytree import tree_flatten, tree_unflatten
 from ..tracing import tracing
 from .backend import Maker, Program
-from .forms import form_of, structure_of
-from .places import Place, Writer, picked
-from .pure import PureStep, State, following
+from .forms import forms_of, structure_of
+from .places import Place, Writer, on_tensors
+from .pure import PureStep, Results, State, following
 from .reading import Arguments, Needed, Reader, Reading, Together, UserGraph, look
 from .reasons import Refused
 from .small_cpu import CallList
@@ -91,7 +92,7 @@ class StepProgram:
         self,
         program: Program,
         reads: int,
-        results: dict[str, Any],
+        results: Results,
         next_state: Sequence[Place] | None,
         pure: PureStep,
     ) -> None:
@@ -111,9 +112,9 @@ class StepProgram:
             self._once = call.reusing(self.writer.kept) if isinstance(call, CallList) else self.program
         return Call(arguments, self._once([*arguments]))
 
-    def results(self, call: Call) -> dict[str, Any]:
+    def results(self, call: Call) -> Results:
         """Return the step's results from a call."""
-        found: dict[str, Any] = picked(self._results, call.values)
+        found: Results = on_tensors(call.values.__getitem__, self._results)
         return found
 
 
@@ -139,11 +140,14 @@ class StepReader:
         return any([program.next_state is not None for _, program in self.programs])
 
     def known(self, losses: Mapping[str, Any]) -> tuple[StepProgram, list[Tensor]] | None:
-        """Return the program for what the losses read at present, and that; None, or `Unread`, if none fits."""
-        with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
-            if self._together is not None and (both := self._together.known(losses)) is not None:
-                return both
-            readings = look(_look, self.readers, losses)  # one switch of Dynamo for all
+        """Return the program for what the losses read at present, and that; None if none fits."""
+        try:
+            with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
+                if self._together is not None and (both := self._together.program(losses)) is not None:
+                    return both
+                readings = look(_look, self.readers, losses)  # one switch of Dynamo for all
+        except Exception:  # `Unread`, or the losses have changed in a way that torch's guards do not see
+            return None
         found = self._find(readings)
         return None if found is None else (found, [t for reading in readings for t in reading.tensors])
 
@@ -159,7 +163,7 @@ class StepReader:
             )
         readings = self._expected(given)
         while True:
-            readings += [reader.compile(given.losses) for reader in self.readers[len(readings) :]]
+            readings += [reader.look(reader.compiled, given.losses) for reader in self.readers[len(readings) :]]
             arguments = [t for reading in readings for t in reading.tensors] + given.tensors
             program = self._find(readings)
             if program is None:
@@ -193,40 +197,29 @@ class StepReader:
                 with torch.enable_grad():
                     leaves, structure = tree_flatten([*first])
                     arguments = Arguments(level, leaves, structure, self._live, [t.shape for t in self._live])
-                self._read(arguments)
+                reader = self._read(arguments)
                 try:
-                    readings.append(self.readers[-1].compile(losses))
+                    readings.append(reader.look(reader.compiled, losses))
                 except Exception:  # if the step needs this loss, the trace will tell
                     self.readers.pop()
         return readings
 
-    def _read(self, arguments: Arguments) -> None:
-        self.readers.append(
-            Reader(
-                arguments,
-                self._live,
-                self.pure.buffers,
-                plain=self.pure.differentiates_twice,
-                constant=self.constant,
-            )
-        )
+    def _read(self, arguments: Arguments) -> Reader:
+        plain = self.pure.differentiates_twice
+        self.readers.append(Reader(arguments, self._live, self.pure.buffers, plain=plain, constant=self.constant))
+        return self.readers[-1]
 
     def _traced(self, readings: Sequence[Reading], arguments: list[Tensor], given: Given) -> StepProgram:
         """Trace the step: the library's code runs once, on tensors without values."""
-        own, structure = tree_flatten((given.drawn, given.random, given.state))
-        where = [i for i, t in enumerate(own) if isinstance(t, Tensor)]
-        reads = [len(reading.tensors) for reading in readings]
-        first = sum(reads)
+        own, structure = tree_flatten((given.drawn, given.random))
         shapes = [t.shape for t in self._live]
         out: dict[str, Any] = {}
 
         def step(*tensors: Tensor) -> list[Tensor]:
-            rest = iter(tensors[:first])
-            parts = [[next(rest) for _ in range(n)] for n in reads]
-            flat = list(own)
-            for i, t in zip(where, tensors[first:], strict=True):
-                flat[i] = t
-            drawn, random, state = tree_unflatten(flat, structure)
+            rest = iter(tensors)
+            parts = [[next(rest) for _ in reading.tensors] for reading in readings]
+            drawn, random = tree_unflatten([next(rest) if isinstance(t, Tensor) else t for t in own], structure)
+            state = on_tensors(lambda _: next(rest), given.state)
             known = [
                 (r.arguments, reading.graph, part)
                 for r, reading, part in zip(self.readers, readings, parts, strict=True)
@@ -239,23 +232,16 @@ class StepReader:
                 if f"{role} stacked" in losses:
                     losses[role].stacked = losses[f"{role} stacked"]
             results = self.pure(losses, given.tasks, drawn, random, state)
-            flat_results, out["structure"] = tree_flatten(results)
-            given_at = {id(t): k for k, t in enumerate(tensors)}
-            made: dict[int, int] = {}
+            at = {id(t): k - len(tensors) for k, t in enumerate(tensors)}
             returned: list[Tensor] = []
 
-            def place(leaf: Any) -> Any:
-                if not isinstance(leaf, Tensor):
-                    return leaf
-                if id(leaf) in given_at:
-                    return _Early("argument", given_at[id(leaf)])
-                if id(leaf) not in made:
-                    made[id(leaf)] = len(returned)
-                    returned.append(leaf)
-                return _Early("result", made[id(leaf)])
+            def place(t: Tensor) -> Place:
+                if id(t) not in at:
+                    at[id(t)] = len(returned)
+                    returned.append(t)
+                return Place(at[id(t)])
 
-            out["results"] = [place(leaf) for leaf in flat_results]
-            out["next"] = self._next(state, results, place)
+            out["results"], out["next"] = on_tensors(place, results), self._next(state, results, place)
             out["kept"] = results, drawn, random, state  # so that no id is used twice
             return returned
 
@@ -265,43 +251,30 @@ class StepReader:
         with tracing(), mode, torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
             graph = make_fx(step, get_decompositions(_WRITES))(*fakes)  # type: ignore[arg-type]
         out.pop("kept")
-        at, count = _simplified(graph)
-
-        def final(leaf: Any) -> Any:
-            """Return the place of a tensor among the results and the arguments of the simplified graph."""
-            if not isinstance(leaf, _Early):
-                return leaf
-            kind, k = at[leaf.position] if leaf.kind == "result" else leaf
-            return Place(k if kind == "result" else count + k)
-
-        results = tree_unflatten([*map(final, out["results"])], out["structure"])
-        following = out["next"] and [*map(final, out["next"])]
+        places = _simplified(graph)
+        final = partial(on_tensors, lambda place: places[place] if place >= 0 else place)
+        results, following = final(out["results"]), final(out["next"])
+        if any([write.table >= 0 for write in results.writes]):
+            raise RuntimeError("a step writes rows of a table that is not in its state, so a graph cannot return them")
         program = self._backend(graph, fakes, arguments)
-        return StepProgram(program, first, results, following, self.pure)
+        reads = sum([len(reading.tensors) for reading in readings])
+        return StepProgram(program, reads, results, following, self.pure)
 
-    def _next(self, state: State, results: dict[str, Any], place: Callable[[Any], Any]) -> list[Any] | None:
+    def _next(self, state: State, results: Results, place: Callable[[Tensor], Place]) -> list[Place] | None:
         """Return the places of the tensors of the next step's state; None if its structure differs."""
-        before, after = tree_flatten(state), tree_flatten(following(state, results))
-        if before[1] != after[1] or results["writes"] or (results["moved"] or {}).get("writes"):
+        before, after = list[Tensor](), list[Tensor]()
+        structure = structure_of(state, before)
+        if results.writes or structure_of(following(state, results), after) != structure:
             return None
-        if form_of(before[0]) != form_of(after[0]):
-            return None
-        return [place(new) for new in after[0] if isinstance(new, Tensor)]
+        return [*map(place, after)] if forms_of(before) == forms_of(after) else None
 
 
 def _look(readers: Sequence[Reader], losses: Mapping[str, Any]) -> list[Reading]:
-    return [reader.known(losses) for reader in readers]
+    return [reader.look(reader.known, losses) for reader in readers]
 
 
-class _Early(NamedTuple):
-    """The place of a tensor before a graph is simplified: ``"result"`` or ``"argument"``, and its position."""
-
-    kind: str
-    position: int
-
-
-def _simplified(module: GraphModule) -> tuple[list[tuple[str, int]], int]:
-    """Let a graph return each tensor that it computes once; return the places of its former results, and how many."""
+def _simplified(module: GraphModule) -> list[Place]:
+    """Let a graph return each tensor that it computes once; return the places of its former results."""
     graph = module.graph
     given = [node for node in graph.nodes if node.op == "placeholder"]
     for node in list(graph.nodes):
@@ -309,17 +282,17 @@ def _simplified(module: GraphModule) -> tuple[list[tuple[str, int]], int]:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     (output,) = (node for node in graph.nodes if node.op == "output")
-    position = {node: ("argument", k) for k, node in enumerate(given)}
-    returned, places = list[Node](), list[tuple[str, int]]()
+    at = {node: Place(k - len(given)) for k, node in enumerate(given)}
+    returned, places = list[Node](), list[Place]()
     for node in output.args[0]:
-        if node not in position:
-            position[node] = "result", len(returned)
+        if node not in at:
+            at[node] = Place(len(returned))
             returned.append(node)
-        places.append(position[node])
+        places.append(at[node])
     output.args = (returned,)
     graph.eliminate_dead_code()
     module.recompile()
-    return places, len(returned)
+    return places
 
 
 # Their schemas do not say that they write running statistics; those of their decompositions do.

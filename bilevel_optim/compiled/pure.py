@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,37 +24,48 @@ from ..solvers.limits import Limits
 from ..solvers.lower import LowerRule
 from .given import GivenData
 
-__all__ = ["PureStep", "State", "following", "results_of", "state_of"]
+__all__ = ["PureStep", "Results", "State", "following", "state_of"]
 
 State = dict[str, Any]  # a pytree of the tensors that a step reads and that change from step to step
 
 
 def state_of(
-    known: Mapping[str, Any],
-    numbers: Mapping[str, Any],
-    x: Sequence[Tensor],
-    y: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    rates: Sequence[Tensor],
+    optimizer: Method, x: Sequence[Tensor], y: Sequence[Tensor], buffers: Sequence[Tensor], rates: Sequence[Tensor]
 ) -> State:
-    """Return the state that a step reads, as a pytree; ``known`` has the entries of x and y as in `StepInputs`."""
+    """Return the state that a step of these live tensors reads, with these buffers and learning rates, as a pytree."""
     return {
-        "x": [*x],
-        "y": [*y],
-        "buffers": [*buffers],
-        "rates": [*rates],
-        "memory": {name: [*vector] for name, vector in known["memory"].items()},
-        "upper_memory": {name: [*vector] for name, vector in known["upper_memory"].items()},
-        "tables": {**known["tables"]},
-        "solver": _copied(known["solver"]),
-        "upper_solver": _copied(known["upper_solver"]),
-        "numbers": {name: value for name, value in numbers.items() if isinstance(value, Tensor)},
+        "x": Vector(x).detach(),
+        "y": Vector(y).detach(),
+        "buffers": buffers,
+        "rates": rates,
+        **optimizer._remembered(x, y),
+        "numbers": {name: value for name, value in optimizer.numbers.items() if isinstance(value, Tensor)},
     }
 
 
-def _copied(memory: Any) -> Any:
-    """Copy the state of an optimizer; return None if it has none."""
-    return [dict(entries) for entries in memory] if memory is not None and any(memory) else None
+class Results(NamedTuple):
+    """Results of a step, with the entries of the session of an eager one.
+
+    Attributes:
+        estimate: the estimate, with its diagnostics measured; of its plain numbers, those that have changed.
+        moved: the update of x, if there is one.
+        buffers: values of the module buffers after the step.
+        counts: oracle calls.
+        alerts: what the flags after the first one are for.
+        flags: all flags.
+    """
+
+    estimate: Estimate
+    moved: Update | None
+    buffers: Sequence[Tensor]
+    counts: dict[str, int]
+    alerts: list[str]
+    flags: Tensor
+
+    @property
+    def writes(self) -> list[Write]:
+        """Changed rows of large tables."""
+        return [*self.estimate.writes, *(() if self.moved is None else self.moved.writes)]
 
 
 class PureStep:
@@ -89,8 +100,8 @@ class PureStep:
 
     def __call__(
         self, losses: Mapping[str, Callable[..., Any]], tasks: Any, drawn: Any, random: Mapping[str, Any], state: State
-    ) -> dict[str, Any]:
-        """Compute the step's results, as a pytree.
+    ) -> Results:
+        """Compute the step's results.
 
         Args:
             losses: the user's functions, by role.
@@ -103,7 +114,7 @@ class PureStep:
         session = self._session(evaluation)
         data = GivenData(drawn, losses)
         f, g = method._objectives(data.objective("upper"), data.objective("lower"))
-        values = Vector(state["x"]), Vector(state["y"])
+        values = state["x"], state["y"]
         here = Oracle(self.live_x, self.live_y, f, g, names=lambda: self.names, session=session, values=values)
         given = self._inputs(state, random, losses)
         with torch.enable_grad():
@@ -113,11 +124,34 @@ class PureStep:
         buffers = state["buffers"] if evaluation.left is None else evaluation.left
         moved = method.update(here.x, estimate.gradient, given.after(estimate)) if self.update else None
         data.require_used()
-        return self._results(estimate, moved, state, session, buffers, here.y)
+        alerts, flags = session.checks.flags()
+        return Results(
+            replace(
+                estimate,
+                loss=estimate.loss.detach(),
+                gradient=estimate.gradient.detach(),
+                diagnostics=measured(estimate.figures),
+                memory={name: vector.detach() for name, vector in estimate.memory.items()},
+                upper_memory={name: vector.detach() for name, vector in estimate.upper_memory.items()},
+                start=None,
+                tables={name: t.contiguous() for name, t in estimate.tables.items()},  # strides are guarded
+                numbers=self._changed(estimate.numbers),
+            ),
+            None if moved is None else replace(moved, numbers=self._changed(moved.numbers)),
+            buffers,
+            session.counts,
+            alerts,
+            flags,
+        )
+
+    def _changed(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the numbers that are tensors, and the plain ones that a step has changed."""
+        known = self._given.numbers
+        return {n: v for n, v in numbers.items() if isinstance(v, Tensor) or n not in known or known[n] != v}
 
     def _session(self, evaluation: _Evaluation) -> Session:
         return Session(
-            options=replace(self._options, evaluation=evaluation, graphs_outlast=True),
+            options=replace(self._options, evaluation=evaluation),
             found=replace(self._found),
             buffers=_COMPLETE,
             counts=dict.fromkeys(COUNTERS, 0),
@@ -140,60 +174,14 @@ class PureStep:
             given,
             upper_groups=upper,
             lower_groups=lower,
-            memory={name: Vector(values) for name, values in state["memory"].items()},
-            upper_memory={name: Vector(values) for name, values in state["upper_memory"].items()},
-            tables=state["tables"],
-            lower=Vector(state["y"]),
-            solver=state["solver"],
-            upper_solver=state["upper_solver"],
+            **{name: state[name] for name in ("memory", "upper_memory", "tables", "solver", "upper_solver")},
+            lower=state["y"],
             numbers={**given.numbers, **state["numbers"]},
             random_inputs=random,
             lower_init=losses.get("start"),
             rule=lambda like: _rule(rules, rates[split:], like, limits),
             upper_rule=None if upper_rules is None else lambda like: _rule(upper_rules, rates[:split], like, None),
         )
-
-    def _results(
-        self,
-        estimate: Estimate,
-        moved: Update | None,
-        state: State,
-        session: Session,
-        buffers: Sequence[Tensor],
-        y: Vector,
-    ) -> dict[str, Any]:
-        numbers, known = estimate.numbers, self._given.numbers
-        results: dict[str, Any] = {
-            "loss": estimate.loss.detach(),
-            "gradient": [*estimate.gradient.detach()],
-            "lower": None if estimate.lower is None else [*estimate.lower],
-            "memory": {name: [*vector.detach()] for name, vector in estimate.memory.items()},
-            "upper_memory": {name: [*vector.detach()] for name, vector in estimate.upper_memory.items()},
-            "tables": {name: t.contiguous() for name, t in estimate.tables.items()},  # strides are guarded
-            "solver": estimate.solver,
-            "writes": _places(estimate.writes, state, y),
-            "buffers": buffers,
-            "diagnostics": measured(estimate.figures),
-            "counts": session.counts,
-            "moved": None,
-        }
-        if moved is not None:
-            numbers = {**numbers, **moved.numbers}
-            results["moved"] = {
-                "x": [*moved.x],
-                "lower": None if moved.lower is None else [*moved.lower],
-                "upper_memory": {n: None if v is None else [*v] for n, v in moved.upper_memory.items()},
-                "solver": moved.solver,
-                "writes": _places(moved.writes, state, y),
-            }
-        results["numbers"] = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
-        results["plain"] = {
-            name: value
-            for name, value in numbers.items()
-            if not isinstance(value, Tensor) and (name not in known or known[name] != value)
-        }
-        results["alerts"], results["flags"] = session.checks.flags()
-        return results
 
 
 _COMPLETE = Buffers(complete=True)
@@ -235,68 +223,20 @@ def _rule(known: Sequence[LowerRule], rates: Sequence[Tensor], like: Vector, lim
     raise RuntimeError("no eager step has updated lower tensors of these shapes, so a graph cannot either")
 
 
-# ------------------------------------------------------------------------------------------------ results
-
-
-def _places(writes: Sequence[Write], state: State, y: Vector) -> list[tuple[tuple[str, str, int], Any, Tensor]]:
-    """Return the rows to change, each with the place of its table in the state."""
-    if not writes:
-        return []
-    tables = [(("tables", name, 0), t) for name, t in state["tables"].items()]
-    tables += [(("y", "y", i), t) for i, t in enumerate(y)]
-    for level in ("memory", "upper_memory"):
-        tables += [((level, name, i), t) for name, ts in state[level].items() for i, t in enumerate(ts)]
-    found = []
-    for write in writes:
-        place = next((place for place, table in tables if table is write.table), None)
-        if place is None:
-            raise RuntimeError("a step writes rows of a table that is not in its state, so a graph cannot return them")
-        found.append((place, write.rows, write.values))
-    return found
-
-
-def results_of(
-    results: Mapping[str, Any], table_of: Callable[[tuple[str, str, int]], Tensor]
-) -> tuple[Estimate, Update | None]:
-    """Return a step's results in the form of an eager step; ``table_of`` finds a table by its place."""
-    moved = results["moved"]
-    estimate = Estimate(
-        results["loss"],
-        Vector(results["gradient"]),
-        results["diagnostics"],
-        memory={name: Vector(values) for name, values in results["memory"].items()},
-        upper_memory={name: Vector(values) for name, values in results["upper_memory"].items()},
-        lower=None if results["lower"] is None else Vector(results["lower"]),
-        solver=results["solver"],
-        tables=results["tables"],
-        writes=tuple([Write(table_of(place), rows, values) for place, rows, values in results["writes"]]),
-        numbers={**results["plain"], **results["numbers"]},
-    )
-    if moved is None:
-        return estimate, None
-    update = Update(
-        Vector(moved["x"]),
-        {name: None if values is None else Vector(values) for name, values in moved["upper_memory"].items()},
-        lower=None if moved["lower"] is None else Vector(moved["lower"]),
-        writes=tuple([Write(table_of(place), rows, values) for place, rows, values in moved["writes"]]),
-        solver=moved["solver"],
-    )
-    return estimate, update
-
-
-def following(state: State, results: Mapping[str, Any]) -> State:
+def following(state: State, results: Results) -> State:
     """Return the state after a step with these results."""
-    moved = results["moved"] or {"x": None, "lower": None, "upper_memory": {}, "solver": None}
-    upper_memory = {**state["upper_memory"], **results["upper_memory"], **moved["upper_memory"]}
+    estimate, moved = results.estimate, results.moved or Update(state["x"])
+    upper_memory = {**state["upper_memory"], **estimate.upper_memory, **moved.upper_memory}
+    numbers = {**estimate.numbers, **moved.numbers}
     return {
         **state,
-        "x": moved["x"] or state["x"],
-        "y": moved["lower"] or results["lower"] or state["y"],
-        "buffers": results["buffers"],
-        "memory": {**state["memory"], **results["memory"]},
-        "upper_memory": {name: values for name, values in upper_memory.items() if values is not None},
-        "tables": {**state["tables"], **results["tables"]},
-        "solver": _copied(results["solver"]) or state["solver"],
-        "upper_solver": _copied(moved["solver"]) or state["upper_solver"],
-        "numbers": {**state["numbers"], **results["numbers"]},
+        "x": Vector(moved.x),
+        "y": Vector(moved.lower or estimate.lower or state["y"]),
+        "buffers": results.buffers,
+        "memory": {**state["memory"], **estimate.memory},
+        "upper_memory": {name: vector for name, vector in upper_memory.items() if vector is not None},
+        "tables": {**state["tables"], **estimate.tables},
+        "solver": estimate.solver if any(estimate.solver or ()) else state["solver"],
+        "upper_solver": moved.solver if any(moved.solver or ()) else state["upper_solver"],
+        "numbers": {**state["numbers"], **{name: v for name, v in numbers.items() if isinstance(v, Tensor)}},
     }

@@ -21,7 +21,7 @@ from ..oracle.point import in_place
 from ..oracle.substitution import replacement
 from ..problem.vector import Vector
 from ..pytree import tree_flatten, tree_unflatten
-from .forms import empty, form_of, form_of_tensor
+from .forms import empty, form_of_tensor, structure_of
 from .reasons import Refused, place_of
 from .rewrites import differentiable_twice, require_deterministic, require_unwritten
 
@@ -61,25 +61,25 @@ class Arguments:
         live: Sequence[Tensor],
         shapes: Sequence[torch.Size],
     ) -> None:
-        self.structure, self.role, self.grad = structure, role, torch.is_grad_enabled()
-        self.forms = [form_of_tensor(leaf) if isinstance(leaf, Tensor) else form_of(leaf) for leaf in leaves]
-        self._plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.role, self.grad, self.structure = role, torch.is_grad_enabled(), structure
+        tensors: list[Tensor] = []
+        plain = structure_of([*leaves], tensors)
+        self._forms = [*map(form_of_tensor, tensors)]
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         values = [replacement(t) for t in live]
         self.rows = {k: form_of_tensor(values[k]) for k, shape in enumerate(shapes) if values[k].shape != shape}
+        self._key = role, self.grad, self._forms, self.rows, plain, structure
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Arguments)
-            and (self.role, self.grad, self.forms, self.rows) == (other.role, other.grad, other.forms, other.rows)
-            and self.structure == other.structure
-        )
+        return isinstance(other, Arguments) and self._key == other._key
 
     __hash__ = None  # type: ignore[assignment]
 
     def examples(self) -> list[Any]:
         """Return leaves of arguments of this form."""
-        pairs = zip(self.forms, self._plain, strict=True)
-        return [empty(form) if len(form) == 5 else value for form, value in pairs]
+        forms = iter(self._forms)
+        return [empty(next(forms)) if k in self._tensors else leaf for k, leaf in enumerate(self._leaves)]
 
 
 class Needed(BaseException):  # not an Exception, so that no fallback of an evaluation catches it
@@ -90,16 +90,9 @@ class Needed(BaseException):  # not an Exception, so that no fallback of an eval
         self.arguments = arguments
 
 
-@dataclass
-class _Output:
-    """An output of a graph, while Dynamo's code puts a function's result together."""
-
-    place: int
-
-
 @dataclass(frozen=True)
 class _Place:
-    """A place among the live tensors (``"live"``), the arguments' leaves (``"argument"``) or other reads."""
+    """A place among the live tensors (``"live"``), the arguments' leaves (``"argument"``), other reads, or outputs."""
 
     kind: str
     position: int
@@ -111,7 +104,7 @@ class UserGraph:
     Args:
         module: the graph that Dynamo has traced; None if the function computes nothing.
         places: the place of each input of the graph.
-        result: the function's result, with `_Output` or a place in the place of each tensor.
+        result: the function's result, with a place for each tensor; ``"output"`` are those of the graph.
     """
 
     def __init__(self, module: GraphModule | None, places: Sequence[_Place], result: Any) -> None:
@@ -127,16 +120,9 @@ class UserGraph:
             reads: the other tensors that it reads.
         """
         of = {"argument": arguments, "live": [replacement(t) for t in live], "read": reads}
-        inputs = [of[place.kind][place.position] for place in self.places]
-        outputs = () if self._module is None else _Run(self._module).run(*inputs)
-        leaves = []
-        for leaf in self._leaves:
-            if isinstance(leaf, _Output):
-                leaves.append(outputs[leaf.place])
-            elif isinstance(leaf, _Place):
-                leaves.append(of[leaf.kind][leaf.position])
-            else:
-                leaves.append(leaf)
+        if self._module is not None:
+            of["output"] = _Run(self._module).run(*[of[place.kind][place.position] for place in self.places])
+        leaves = [of[leaf.kind][leaf.position] if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._structure)
 
 
@@ -179,109 +165,118 @@ def look(function: Callable[..., Any], *arguments: Any) -> Any:
         set_eval_frame(before)
 
 
-def _by_dynamo(
-    read: Any, calls: list[tuple[GraphModule, Sequence[Tensor]]], constant: bool
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a function to be called by `look`, and the same function compiled: ``calls`` notes its graph.
+class _Looks:
+    """Looks at functions of the user, by Dynamo, and a value kept for each state of the things read.
 
     Dynamo identifies code by file, line and name. By these it remembers which sizes and numbers have changed, and it
-    keeps graphs until that code is removed. So each function has code of its own.
+    keeps graphs until that code is removed. So each object has code of its own.
+
+    Args:
+        arguments: those of each function.
+        leaves: example leaves of these arguments.
+        live: the tensors that a step replaces: parameters and module buffers.
+        constant: whether numbers that change are constants of a graph; otherwise they become arguments.
     """
-    code = read.__code__.replace(co_name=f"read_{next(_NUMBERS)}")
-    own = types.FunctionType(code, read.__globals__, code.co_name, None, read.__closure__)
-    weakref.finalize(own, remove_from_cache, code).atexit = False
-    made = torch.compile(
-        own,
-        fullgraph=True,
-        dynamic=False if constant else None,
-        backend=_backend(calls),
-        options={"guard_filter_fn": _about_the_user},
-    )
-    return own, made
+
+    def __init__(
+        self, arguments: Sequence[Arguments], leaves: Sequence[list[Any]], live: Sequence[Tensor], constant: bool
+    ) -> None:
+        self.constant, self._live, self._leaves = constant, live, leaves
+        self._examples = [tree_unflatten(own, a.structure) for own, a in zip(leaves, arguments, strict=True)]
+        self._places = {id(t): _Place("live", k) for k, t in enumerate(live)}
+        for own in leaves:
+            self._places |= {id(t): _Place("argument", k) for k, t in enumerate(own) if isinstance(t, Tensor)}
+        # For each state the graph, its inputs (None for those neither live nor arguments), and the kept value.
+        self._states: list[tuple[GraphModule | None, list[Tensor | None], Any]] = []
+        calls: list[tuple[GraphModule, Sequence[Tensor]]] = []  # of graphs, by Dynamo's code: graph and inputs
+        roles = [own.role for own in arguments]
+        self._calls, self._roles = calls, roles
+
+        def read(losses: Any, arguments: Any) -> Any:
+            if not torch.compiler.is_dynamo_compiling():
+                raise Unread
+            return [losses[role](*own) for role, own in zip(roles, arguments, strict=True)]
+
+        code = read.__code__.replace(co_name=f"read_{next(_NUMBERS)}")
+        self.known = types.FunctionType(code, read.__globals__, code.co_name, None, read.__closure__)
+        weakref.finalize(self.known, remove_from_cache, code).atexit = False
+        self.compiled = torch.compile(
+            self.known,
+            fullgraph=True,
+            dynamic=False if constant else None,
+            backend=_backend(calls),
+            options={"guard_filter_fn": _about_the_user},
+        )
+
+    def _arguments(self, losses: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Return the arguments of ``known`` and ``compiled``."""
+        return {role: losses[role] for role in self._roles}, self._examples
+
+    def _called(self) -> tuple[GraphModule | None, Sequence[Tensor]]:
+        """Return the graph that Dynamo's code has called, with its inputs."""
+        return self._calls.pop() if self._calls else (None, ())
+
+    def _note(self, module: GraphModule | None, inputs: Sequence[Tensor], kept: Any) -> None:
+        self._states.append((module, [t if id(t) in self._places else None for t in inputs], kept))
+
+    def _find(self, module: GraphModule | None, inputs: Sequence[Tensor]) -> Any:
+        """Return the value kept for a state; None if there is none."""
+        for own, expected, kept in self._states:
+            if own is module and all(
+                [
+                    t is fixed if fixed is not None else t.grad_fn is None and id(t) not in self._places
+                    for t, fixed in zip(inputs, expected, strict=True)
+                ]
+            ):
+                return kept
+        return None
 
 
-class Reader:
-    """Reads a user's function for arguments of one form, by Dynamo.
+class Reader(_Looks):
+    """Reads a user's function for arguments of one form.
 
     Args:
         arguments: the arguments.
-        live: the tensors that a step replaces: parameters and module buffers.
+        live: the tensors that a step replaces.
         buffers: those of them that the function may write into.
         plain: replace operations without a right second derivative.
-        constant: whether numbers that change are constants of a graph; otherwise they become arguments.
+        constant: as for `_Looks`.
     """
 
     def __init__(
         self, arguments: Arguments, live: Sequence[Tensor], buffers: Sequence[Tensor], *, plain: bool, constant: bool
     ) -> None:
-        self.arguments, self.constant = arguments, constant
-        self._live, self._buffers, self._differentiates_twice = live, buffers, plain
-        self._leaves = arguments.examples()
-        self._examples = tree_unflatten(self._leaves, arguments.structure)
+        super().__init__([arguments], [arguments.examples()], live, constant)
+        self.arguments, self._buffers, self._differentiates_twice = arguments, buffers, plain
         rows = arguments.rows.items()
-        self._rows = [live[k] for k, _ in rows], [empty(form).detach() for _, form in rows]
-        self._positions = {id(t): _Place("live", k) for k, t in enumerate(live)}
-        self._positions |= {id(t): _Place("argument", k) for k, t in enumerate(self._leaves) if isinstance(t, Tensor)}
-        self._calls: list[tuple[GraphModule, Sequence[Tensor]]] = []  # of graphs, by Dynamo's code: graph and inputs
-        self._graphs: list[tuple[GraphModule | None, Sequence[Tensor | None], UserGraph]] = []
-        role = arguments.role
+        self._rows = Vector(live[k] for k, _ in rows), Vector(empty(form).detach() for _, form in rows)
 
-        def read(losses: Any, arguments: Any) -> Any:
-            if not torch.compiler.is_dynamo_compiling():
-                raise Unread
-            return losses[role](*arguments)
+    def look(self, function: Callable[..., Any], losses: Mapping[str, Any]) -> Reading:
+        """Look at the function: by ``known``, inside `look`, or by ``compiled``, which traces it if need be.
 
-        self._known, self._compile = _by_dynamo(read, self._calls, constant)
-
-    def known(self, losses: Mapping[str, Any]) -> Reading:
-        """Look at the function, inside `look`; raise `Unread` if the present state has no graph yet."""
-        return self._look(self._known, losses)
-
-    def compile(self, losses: Mapping[str, Any]) -> Reading:
-        """Look at the function; let Dynamo trace it if the present state has no graph yet."""
-        return self._look(self._compile, losses)
-
-    def _look(self, function: Callable[..., Any], losses: Mapping[str, Any]) -> Reading:
+        Raises:
+            Unread: if only Dynamo could tell the graph.
+        """
         arguments = self.arguments
         with ExitStack() if arguments.rows or torch.is_grad_enabled() is not arguments.grad else _NOTHING as stack:
             if stack is not None:
                 stack.enter_context(torch.set_grad_enabled(arguments.grad))
-                live, values = map(Vector, self._rows)
+                live, values = self._rows
                 stack.enter_context(in_place([live], [values]))
-            result = function({arguments.role: losses[arguments.role]}, self._examples)
-        module, inputs = self._calls.pop() if self._calls else (None, ())
-        for own, expected, graph in self._graphs:
-            if own is module:
-                reads = self._reads(inputs, expected)
-                if reads is not None:
-                    return Reading(graph, reads)
-        if function is self._known:
-            raise Unread
-        places = [self._positions.get(id(t)) for t in inputs]
-        reads = [t for t, place in zip(inputs, places, strict=True) if place is None]
-        if any(t.grad_fn is not None for t in reads):
-            raise Refused(OUTSIDE)
-        numbers = itertools.count()
-        graph = self._made(module, inputs, [place or _Place("read", next(numbers)) for place in places], result)
-        expected = [None if place is None else t for t, place in zip(inputs, places, strict=True)]
-        self._graphs.append((module, expected, graph))
+            (result,) = function(*self._arguments(losses))
+        module, inputs = self._called()
+        reads = [t for t in inputs if id(t) not in self._places]
+        graph = self._find(module, inputs)
+        if graph is None:
+            if function is self.known:
+                raise Unread
+            if any(t.grad_fn is not None for t in reads):
+                raise Refused(OUTSIDE)
+            graph = self._made(module, inputs, result)
+            self._note(module, inputs, graph)
         return Reading(graph, reads)
 
-    def _reads(self, inputs: Sequence[Tensor], expected: Sequence[Tensor | None]) -> list[Tensor] | None:
-        """Return the inputs of a graph besides the expected ones; None if others are in the place of these."""
-        reads = []
-        for t, own in zip(inputs, expected, strict=True):
-            if own is None:
-                if id(t) in self._positions or t.grad_fn is not None:
-                    return None
-                reads.append(t)
-            elif own is not t:
-                return None
-        return reads
-
-    def _made(
-        self, module: GraphModule | None, inputs: Sequence[Tensor], places: list[_Place], result: Any
-    ) -> UserGraph:
+    def _made(self, module: GraphModule | None, inputs: Sequence[Tensor], result: Any) -> UserGraph:
         if module is not None:
             given = [node for node in module.graph.nodes if node.op == "placeholder"]
             own = {id(t) for t in self._buffers}
@@ -290,16 +285,15 @@ class Reader:
             for node in module.graph.nodes:
                 node.meta = {key: value for key, value in node.meta.items() if key == "stack_trace"}
         leaves, structure = tree_flatten(result)
-        found = []
-        for leaf in leaves:
-            place = self._positions.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
-            if isinstance(place, Tensor):
-                raise Refused("a loss returns a tensor that it does not compute, so that a graph cannot follow it")
-            found.append(place)
+        found = [self._places.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if any([isinstance(place, Tensor) for place in found]):
+            raise Refused("a loss returns a tensor that it does not compute, so that a graph cannot follow it")
+        numbers = itertools.count()
+        places = [self._places.get(id(t)) or _Place("read", next(numbers)) for t in inputs]
         return UserGraph(module, places, tree_unflatten(found, structure))
 
 
-class Together:
+class Together(_Looks):
     """All functions that a step reads, in one look: half the time of a look at each.
 
     Args:
@@ -310,48 +304,29 @@ class Together:
     """
 
     def __init__(self, readers: Sequence[Reader]) -> None:
-        self.count = len(readers)
-        self._examples = [reader._examples for reader in readers]
-        self._positions = {id(t) for reader in readers for t in reader._leaves} | {*map(id, readers[0]._live)}
-        self._calls: list[tuple[GraphModule, Sequence[Tensor]]] = []
-        self._found: list[tuple[Any, Sequence[Tensor | None], list[int], Any]] = []
-        roles = [reader.arguments.role for reader in readers]
-
-        def read(losses: Any, arguments: Any) -> Any:
-            if not torch.compiler.is_dynamo_compiling():
-                raise Unread
-            return [losses[role](*own) for role, own in zip(roles, arguments, strict=True)]
-
-        self._known, self._compile = _by_dynamo(read, self._calls, readers[0].constant)
+        (first, *_), self.count = readers, len(readers)
+        leaves = [own for reader in readers for own in reader._leaves]
+        super().__init__([reader.arguments for reader in readers], leaves, first._live, first.constant)
 
     def note(self, losses: Mapping[str, Any], reads: Sequence[Tensor], program: Any) -> bool:
         """Note the program for the present state of the functions; return False if a look does not find their reads."""
-        self._compile(losses, self._examples)
-        module, inputs = self._calls.pop() if self._calls else (None, ())
+        self.compiled(*self._arguments(losses))
+        module, inputs = self._called()
         places = {id(t): k for k, t in enumerate(inputs)}
-        expected = [t if id(t) in self._positions else None for t in inputs]
-        own = {id(t) for t, fixed in zip(inputs, expected, strict=True) if fixed is None}
-        if own != {*map(id, reads)}:  # a number that is an input is a new tensor at every look
+        if places.keys() - self._places.keys() != {*map(id, reads)}:  # a number that is an input is always a new tensor
             return False
-        self._found.append((module, expected, [places[id(t)] for t in reads], program))
+        self._note(module, inputs, (program, [places[id(t)] for t in reads]))
         return True
 
-    def known(self, losses: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
+    def program(self, losses: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
         """Look at the functions; return the program for their state, with the tensors read; None if none is noted."""
         try:
-            look(self._known, losses, self._examples)
+            look(self.known, *self._arguments(losses))
         except Unread:
             return None
-        module, inputs = self._calls.pop() if self._calls else (None, ())
-        for own, expected, places, program in self._found:
-            if own is module and all(
-                [
-                    t is fixed if fixed is not None else t.grad_fn is None and id(t) not in self._positions
-                    for t, fixed in zip(inputs, expected, strict=True)
-                ]
-            ):
-                return program, [inputs[k] for k in places]
-        return None
+        module, inputs = self._called()
+        found = self._find(module, inputs)
+        return None if found is None else (found[0], [inputs[k] for k in found[1]])
 
 
 def _backend(calls: list[tuple[GraphModule, Sequence[Tensor]]]) -> Callable[..., Any]:
@@ -362,7 +337,7 @@ def _backend(calls: list[tuple[GraphModule, Sequence[Tensor]]]) -> Callable[...,
             raise WantsConstants
         require_deterministic(module)
         (output,) = (node for node in module.graph.nodes if node.op == "output")
-        outputs = tuple(_Output(k) for k in range(len(output.args[0])))
+        outputs = tuple(_Place("output", k) for k in range(len(output.args[0])))
 
         def call(*inputs: Tensor) -> Any:
             calls[:] = [(module, inputs)]

@@ -45,17 +45,15 @@ def reason_of(error: BaseException) -> str:
         first = (
             f"a loss calls {called[1]}, which Dynamo cannot trace: call it outside the loss, or use a torch function"
         )
-    elif "Boolean value of Tensor with more than one value" in text and "set_export_info" in _trace_of(error):
+    elif "Boolean value of Tensor with more than one value" in text and any(
+        "set_export_info" in line for line in traceback.format_tb(error.__traceback__)
+    ):
         first = "a loss reads a NumPy array, but a graph has tensors only: convert it once by torch.from_numpy"
     elif "external grad_fn" in first:
         first = "a loss uses a tensor with a graph from outside the loss: compute it in the loss, or detach it"
     elif "data-dependent" in first.lower():
         first = "a value is read on the host, so that operations or sizes depend on it: use torch.where or masks"
     return first.strip().rstrip(".") + _last_place(text)
-
-
-def _trace_of(error: BaseException) -> str:
-    return "".join(traceback.format_tb(error.__traceback__))
 
 
 def _last_place(trace: str) -> str:

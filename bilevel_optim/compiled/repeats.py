@@ -74,22 +74,14 @@ def _form(value: Any) -> Any:
     return tuple(map(_form, value)) if isinstance(value, (tuple, list)) else value
 
 
-class _Any:
-    def __repr__(self) -> str:
-        return "*"
-
-
 def _kinds(nodes: Sequence[Node]) -> Tensor:
     """Return a number for each operation, equal for those that differ only in their tensors."""
     found: dict[Any, int] = {}
     kinds = []
     for node in nodes:
-        plain = map_arg((node.args, node.kwargs), lambda n: _ANY)
+        plain = map_arg((node.args, node.kwargs), lambda n: "*")
         kinds.append(found.setdefault((node.target, repr(plain), _form(node.meta.get("val"))), len(found)))
     return torch.tensor(kinds, device="cpu")
-
-
-_ANY: Any = _Any()
 
 
 def _repeats(nodes: Sequence[Node], kinds: Tensor) -> list[Sequence[Node]]:
@@ -133,25 +125,18 @@ def _part_of(nodes: Sequence[Node]) -> _Part | None:
     for node in nodes:
 
         def named(n: Node) -> Any:
-            return _Inner(place[n]) if n in place else _Outer(given.setdefault(n, len(given)))
+            return ("local", place[n]) if n in place else ("given", given.setdefault(n, len(given)))
 
         arguments = map_arg((node.args, node.kwargs), named)
         form.append((node.target, repr(arguments), _form(node.meta.get("val"))))
         if not isinstance(node.meta.get("val"), Tensor) and any(user not in place for user in node.users):
             return None
-        if any(_origin(t) not in place for t in _written(node)):
-            return None
+        for t in _written(node):
+            while (base := _base(t)) is not None:
+                t = base
+            if t not in place:  # the tensor in whose memory it is
+                return None
     return _Part(nodes, (tuple(form), tuple(_form(n.meta.get("val")) for n in given)), [*given])
-
-
-class _Inner(int):
-    def __repr__(self) -> str:
-        return f"local {int(self)}"
-
-
-class _Outer(int):
-    def __repr__(self) -> str:
-        return f"given {int(self)}"
 
 
 def _base(node: Node) -> Node | None:
@@ -163,13 +148,6 @@ def _base(node: Node) -> Node | None:
     if schema is None or not any(r.alias_info is not None for r in schema.returns):
         return None
     return node.args[0] if isinstance(node.args[0], Node) else None
-
-
-def _origin(node: Node) -> Node:
-    """Return the tensor in whose memory an operation's result is."""
-    while (base := _base(node)) is not None:
-        node = base
-    return node
 
 
 def _folded(module: GraphModule, kinds: Sequence[tuple[Sequence[_Part], Sequence[int]]]) -> GraphModule:

@@ -33,20 +33,17 @@ def require_deterministic(module: GraphModule) -> None:
         name = getattr(node.target, "__name__", str(node.target))
         if node.op == "placeholder" and node.name.startswith("random_value"):
             raise Refused(f"a loss draws random numbers (of Python's random){UNDRAWN}")
-        if name in RANDOM or (name in DROPOUT and _drops(node)) or _attends_at_random(name, node):
+        rate = 0.0
+        if name in DROPOUT and _argument(node, 2, "training", True):
+            rate = _argument(node, 1, "p", 0.5)
+        elif name == "scaled_dot_product_attention":
+            rate = _argument(node, 4, "dropout_p", 0.0)
+        if name in RANDOM or rate:
             raise Refused(f"a loss draws random numbers ({name}){UNDRAWN}{place_of(node)}")
 
 
-def _drops(node: Node) -> bool:
-    rate = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
-    training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
-    return bool(training and rate)
-
-
-def _attends_at_random(name: str, node: Node) -> bool:
-    if name != "scaled_dot_product_attention":
-        return False
-    return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
+def _argument(node: Node, position: int, name: str, default: Any) -> Any:
+    return node.kwargs.get(name, node.args[position] if len(node.args) > position else default)
 
 
 def require_unwritten(module: GraphModule, allowed: Sequence[Node]) -> None:

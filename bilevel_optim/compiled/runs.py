@@ -106,7 +106,7 @@ class CompiledRuns(CompiledSteps):
                 part = self._part_like(part, sources, count, state)
             else:
                 part = self._part(entry, sources, count, (state, structure))
-            if part is None or (parts and not part.program.writer.writes_as(parts[0].program.writer)):
+            if part is None or (parts and part.program.writer.written != parts[0].program.writer.written):
                 break
             parts.append(part)
             latest[entry] = part

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CallList", "is_understood", "listed"]
+__all__ = ["CallList", "is_understood", "listed", "storage_of"]
 
 FIRST, LAST = (2, 11), (2, 15)  # versions of torch whose generated code is known
 
@@ -70,8 +70,8 @@ def _are_identical(outputs: Sequence[Any], others: Sequence[Any], values: Sequen
     if len(outputs) != len(others) or not all(isinstance(t, Tensor) for t in (*outputs, *others)):
         return False
     forms = [[(t.shape, t.stride(), t.dtype, t.device, t.storage_offset()) for t in some] for some in (outputs, others)]
-    places = [[_place(t) for t in (*values, *some)] for some in (outputs, others)]
-    apart = {*places[0]} & {*places[1]} <= {*map(_place, values), 0}
+    places = [[storage_of(t) for t in (*values, *some)] for some in (outputs, others)]
+    apart = {*places[0]} & {*places[1]} <= {*map(storage_of, values), 0}
     same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(outputs, others, strict=True))
     first, second = ([*map(some.index, some)] for some in places)
     return forms[0] == forms[1] and first == second and apart and same
@@ -171,22 +171,6 @@ def _all_names(values: Sequence[ast.expr]) -> list[str]:
     return [*dict.fromkeys(name for value in values for name in _names(value))]
 
 
-class _Aliases:
-    """Names that may refer to the same memory."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, str] = {}
-
-    def root(self, name: str) -> str:
-        while self.of.setdefault(name, name) != name:
-            name = self.of[name]
-        return name
-
-    def join(self, names: list[str]) -> None:
-        for name in names[1:]:
-            self.of[self.root(name)] = self.root(names[0])
-
-
 class _Listing:
     """Straight-line statements as calls on the entries of a list.
 
@@ -210,7 +194,7 @@ class _Listing:
         self.given, self.left, self.large = 0, BYTES, False
         own, self.arguments = text.body, text.args.args[-1].arg
         names = {name for s in own if isinstance(s, ast.Assign) for t in s.targets for name in _names(t)}
-        self.aliases = _Aliases()
+        self.aliases: dict[str, set[str]] = {}  # name -> all names that may refer to the same memory
         for statement in own:
             if "self" in _names(statement) or not isinstance(statement, (ast.Assign, ast.Expr, ast.Delete, ast.Return)):
                 raise _Unknown
@@ -220,9 +204,9 @@ class _Listing:
                     n for i, part in enumerate(statement.value.elts) if i in new for n in _names(part) if n in names
                 ]
             if isinstance(statement, ast.Return) or (isinstance(statement, ast.Assign) and _target(statement) is None):
-                self.aliases.join([RETURNED, *used])
+                self._join([RETURNED, *used])
             elif isinstance(statement, ast.Assign) and _called(statement.value) != ALLOCATION:
-                self.aliases.join(used)
+                self._join(used)
         for statement in own:
             self._add(statement)
 
@@ -231,6 +215,10 @@ class _Listing:
         calls = [(function, _picked(operands), slot) for function, operands, slot in self.calls]
         other = partial(_Listing, self.text, self.space)
         return CallList(self.entries, calls, _picked(self.results), self.given, lambda new: other(new).function())
+
+    def _join(self, names: list[str]) -> None:
+        together = set[str]().union(*(self.aliases.get(name, {name}) for name in names))
+        self.aliases |= dict.fromkeys(together, together)
 
     def _add(self, statement: ast.stmt) -> None:
         first = len(self.entries)
@@ -276,7 +264,7 @@ class _Listing:
         entries = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         small = entries <= ENTRIES and 8 * entries <= self.left
         self.large = self.large or not small
-        if self.aliases.root(name) == self.aliases.root(RETURNED) or not small:
+        if name in self.aliases.get(RETURNED, ()) or not small:
             return self._entry(value)
         self.left -= 8 * entries
         return self._new(self.space[ALLOCATION](sizes, strides, dtype), fixed=True)
@@ -363,7 +351,8 @@ def _picked(numbers: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     return lambda entries: tuple([entries[i] for i in numbers])
 
 
-def _place(t: Tensor) -> int:
+def storage_of(t: Tensor) -> int:
+    """Return the address of a tensor's storage."""
     return t.untyped_storage().data_ptr()
 
 

@@ -15,6 +15,7 @@ from ..optimizer.lower_checks import probe
 from ..optimizer.method import Method
 from ..optimizer.transaction import Action, make
 from ..problem.objective import Loss
+from ..problem.parameters import by_level
 from ..problem.random import draw_random_inputs
 from ..solvers.lower import is_known
 from .beside import DIFFERS, FUNCTIONAL, compared, require_compilable
@@ -24,9 +25,9 @@ from .forms import structure_of
 from .gain import LOOKS
 from .given import GivenData, Recorded
 from .key import OptionsKey, Rates
-from .places import StatePlaces, Writer, buffer_writes, table_at
+from .places import StatePlaces, Writer, buffer_writes
 from .program import Call, Given, StepProgram
-from .pure import PureStep, results_of, state_of
+from .pure import PureStep, state_of
 from .reasons import Refused, reason_of
 
 __all__ = ["CompiledSteps"]
@@ -115,7 +116,7 @@ class CompiledSteps:
 
     def sources_of(self, upper: Loss | None, lower: Loss | None, tasks: Any) -> Sources:
         """Return the sources of a step with these arguments."""
-        sources = Sources.of(upper, lower, tasks, self._kind)
+        sources = Sources(upper, lower, tasks, self._kind)
         self._kind = sources.kind
         return sources
 
@@ -230,7 +231,7 @@ class CompiledSteps:
         counts = optimizer._random_inputs()
         random = draw_random_inputs(counts, optimizer.generator) if counts else {}
         if entry.plan is not None and entry.plan.kind is sources.kind:
-            return Inputs(sources, random, plan=entry.plan)
+            return Inputs(sources, random, *entry.plan.draw(sources, random))
         if entry.draw_all is not None:
             return Inputs(sources, random, {"whole": [entry.draw_all(tasks, random)]})
         assert entry.draws is not None
@@ -272,7 +273,7 @@ class CompiledSteps:
             given = optimizer._step_inputs(oracle, groups, inputs.random)
             buffers = optimizer._run_state.buffers.changing()
             copies, rates = [t.clone() for t in buffers], self.rates.on(oracle.device)
-            state = state_of(vars(given), given.numbers, oracle.x, oracle.y, copies, rates)
+            state = state_of(optimizer, oracle.live_x, oracle.live_y, copies, rates)
             results = optimizer._compute(oracle, given, sources.tasks, update=update and not host)
             transaction.conclude()
             eager = time.perf_counter() - began
@@ -285,16 +286,14 @@ class CompiledSteps:
                 arguments = Given(
                     self.functions(inputs.sources), inputs.sources.tasks, inputs.drawn, inputs.random, state
                 )
-                found, after, what = compared(
-                    optimizer, self.settings, entry, arguments, results, oracle, eager, self.graphs
-                )
+                found, what = compared(optimizer, self.settings, entry, arguments, results, oracle, eager, self.graphs)
                 if entry.gain.looks == LOOKS and self.settings.backend == "inductor":  # told after the step
                     self._told, self._loses = entry.gain.text, not entry.gain.pays
                 if what:
                     reason = self._reason = DIFFERS.format(what)
                     self.entries.clear()
                 else:
-                    results, left = found, buffer_writes(entry.pure, after)
+                    results, left = found[:2], buffer_writes(entry.pure, found.buffers)
             except Exception as error:
                 reason = reason_of(error)
                 if not isinstance(error, Full):
@@ -303,7 +302,7 @@ class CompiledSteps:
             estimate, writes = results[0], [*optimizer._step_writes(oracle, results), *left]
             if host and update:
                 with torch.no_grad():
-                    writes += optimizer._update_writes_after(estimate, oracle.live_x, oracle.live_y)
+                    writes += optimizer._update_writes(groups, oracle.live_x, estimate.gradient, estimate)
             transaction.commit(writes)
         return self.noted(estimate.loss.detach(), reason)
 
@@ -322,19 +321,17 @@ class CompiledSteps:
         self, entry: Entry, inputs: Inputs, state: tuple[list[Tensor], Any]
     ) -> tuple[StepProgram, list[Tensor]] | None:
         """Return a program for a step from this state, tensors and structure, with its arguments; None if none fits."""
-        losses, (own, structure) = self.functions(inputs.sources), state
+        own, structure = state
         if inputs.tensors is not None and entry.plan is not None:
-            tensors, (form, reader) = [*inputs.tensors, *own], entry.compiled[0]
-            if form.fits((entry.plan.structure, structure), tensors):
-                known = entry.known_to(reader, losses)
-                return None if known is None else (known[0], [*known[1], *tensors])
-        tensors = []
-        try:
-            data = structure_of((inputs.drawn, inputs.random), tensors)
-        except Refused:
-            return None
-        tensors += own
-        found = entry.find((data, structure), tensors, losses)
+            tensors, data = inputs.tensors, entry.plan.structure
+        else:
+            tensors = []
+            try:
+                data = structure_of((inputs.drawn, inputs.random), tensors)
+            except Refused:
+                return None
+        tensors = [*tensors, *own]
+        found = entry.find((data, structure), tensors, self.functions(inputs.sources))
         return None if found is None else (found[0], [*found[1], *tensors])
 
     def is_troubled(self, writer: Writer, flags: Sequence[bool]) -> bool:
@@ -370,8 +367,8 @@ class CompiledSteps:
         writes = writer.writes(optimizer, values, after)
         if update and self.moves_on_host:
             pure = entry.pure
-            estimate, _ = results_of(program.results(call), partial(table_at, optimizer, pure))
-            writes += optimizer._update_writes_after(estimate, pure.live_x, pure.live_y)
+            estimate, groups = program.results(call).estimate, by_level(optimizer.param_groups)
+            writes += optimizer._update_writes(groups, pure.live_x, estimate.gradient, estimate)
         make(writes)
 
     def place(self, sources: Sources) -> list[Action]:

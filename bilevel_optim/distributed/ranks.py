@@ -241,14 +241,14 @@ def _device_of(group: Any) -> torch.device:
     return torch.device("cpu" if "cpu" in devices else devices[0])
 
 
-def _mark(tensor: Tensor, piece: int = 2**22) -> Tensor:
+def _mark(tensor: Tensor) -> Tensor:
     """Return a checksum of 24 bits of a tensor's bits and their positions."""
     words = (
         tensor.detach()
         .reshape(-1)
         .view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64))
     )
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    total, piece = torch.zeros((), dtype=torch.int64, device=tensor.device), 2**22
     for start in range(0, len(words), piece):
         some = words[start : start + piece].long()
         place = torch.arange(start, start + len(some), device=some.device)

@@ -101,17 +101,17 @@ class Directions:
             excess = (stretch + 2) * (p / (p + 2)) - 1 if self.kind == "sphere" else stretch - 1
         return excess.clamp_min(0) / q if isinstance(excess, Tensor) else max(excess, 0.0) / q
 
-    def direction(self, j: int) -> Vector:
-        """Return the direction :math:`u_j`."""
-        return Vector(p[0] for p in self._moved(self.x.zeros_like(), [j], [1.0], smoothed=False))
-
     def points(self, lanes: Sequence[tuple[int, float]]) -> Vector:
         r"""Return points :math:`x + s \mu D u_j` for pairs (j, s), stacked; with s = 0 exactly x."""
-        return self._moved(self.x, [j for j, _ in lanes], [s * self.smoothing for _, s in lanes])
-
-    def point(self, j: int, s: float) -> Vector:
-        """Return one such point."""
-        return self.points([(j, s)]).lane(0)
+        parts, chosen = [], constant([j for j, _ in lanes], self._keys)
+        keys, rows = self._keys[chosen], self._rows[chosen]
+        lengths = constant([s * self.smoothing for _, s in lanes], self._keys, torch.float64)
+        for i, (t, offset) in enumerate(zip(self.x, self._offsets, strict=True)):
+            own = lengths / self._lengths[i][chosen] if self._lengths else lengths
+            if self._metric is not None:
+                own = own * self._metric[i].to(own)
+            parts.append(perturbed(t, own, keys, rows, self._p, offset, ENTRIES[self.kind]))
+        return Vector(parts)
 
     def combine(self, coefficients: Tensor, own: slice | None = None) -> Vector:
         r"""Return :math:`\sum_j c_j D^{-1} \hat u_j`; ``own`` selects the directions that the coefficients are of."""
@@ -126,18 +126,6 @@ class Directions:
             if self._metric is not None:
                 factors = factors / self._metric[i].to(factors)
             parts.append(accumulated(t, factors, keys, rows, self._p, offset, ENTRIES[self.kind]))
-        return Vector(parts)
-
-    def _moved(self, x: Vector, which: Sequence[int], factors: Sequence[float], *, smoothed: bool = True) -> Vector:
-        """Return points :math:`x + c D u_j`, or without D."""
-        parts, chosen = [], constant(which, self._keys)
-        keys, rows = self._keys[chosen], self._rows[chosen]
-        lengths = constant(factors, self._keys, torch.float64)
-        for i, (t, offset) in enumerate(zip(x, self._offsets, strict=True)):
-            own = lengths / self._lengths[i][chosen] if self._lengths else lengths
-            if smoothed and self._metric is not None:
-                own = own * self._metric[i].to(own)
-            parts.append(perturbed(t, own, keys, rows, self._p, offset, ENTRIES[self.kind]))
         return Vector(parts)
 
     def _squared_metric(self) -> list[Any]:

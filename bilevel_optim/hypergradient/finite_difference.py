@@ -96,9 +96,4 @@ def _derivative_weights(nodes: Sequence[int]) -> tuple[Fraction, ...]:
 
 def _interpolation_weights(nodes: Sequence[int]) -> tuple[Fraction, ...]:
     """Return the values at 0 of the Lagrange polynomials of the nodes."""
-    return tuple(
-        Fraction(prod(-i for i in nodes if i != j), prod(j - i for i in nodes if i != j))
-        if len(nodes) > 1
-        else Fraction(1)
-        for j in nodes
-    )
+    return tuple(Fraction(prod(-i for i in nodes if i != j), prod(j - i for i in nodes if i != j)) for j in nodes)

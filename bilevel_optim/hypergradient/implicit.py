@@ -12,7 +12,7 @@ from torch import Tensor
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.vector import Later, Vector, coarsest
-from ..solvers.linear import LinearSolution, unsolved_from
+from ..solvers.linear import LinearSolution, quotient, unsolved_from
 from ..tracing import span
 from .estimate import Estimate
 
@@ -138,8 +138,7 @@ def _curvature(v: Vector, product: Vector, *, lanes: bool) -> Tensor:
     # Squares of a small or a large v leave the range of single precision.
     inverse = 1 / norm(v).clamp_min(max([torch.finfo(t.dtype).tiny for t in v]))
     v, product = v.times(inverse), product.times(inverse)
-    square = dot(v, v)
-    return dot(v, product) / square.clamp_min(torch.finfo(square.dtype).tiny)
+    return quotient(dot(v, product), dot(v, v))
 
 
 def _require_few(oracle: Oracle) -> None:
@@ -162,22 +161,22 @@ def watched(
         said: the relative residual of the solver's own recursion. Default: None, no such thing.
         dense: the system was solved by a factorisation. Default: False.
     """
+
+    def alert(key: str, message: Callable[[], str], test: Callable[..., Any], *figures: Tensor) -> None:
+        if oracle.lanes is None:
+            oracle.checks.alert_if(key, message, test, *figures)
+        else:
+            oracle.checks.alert(key, message, test(*figures).any())
+
     if result.diverged is not None and result.relative is not None:
         figures = [t.detach() for t in (result.relative, result.relative if said is None else said)]
-        flags = [result.indefinite, result.diverged]
-        most = unsolved_from(result.solution)
-        message = partial(_why_unsolved, result, *figures, most=most, dense=dense)
-        if oracle.lanes is None:
-            oracle.checks.alert_if("unsolved system", message, partial(_unsolved, most=most), *flags, *figures)
-        else:
-            oracle.checks.alert("unsolved system", message, _unsolved(*flags, *figures, most=most).any())
+        test = partial(_unsolved, most=unsolved_from(result.solution))
+        message = partial(_why_unsolved, result, *figures, test=test, dense=dense)
+        alert("unsolved system", message, test, result.indefinite, result.diverged, *figures)
         if result.unfinished is not None and result.condition is not None:
-            open_ended, iterations = result.unfinished, result.iterations
-            message = partial(_why_unfinished, open_ended, iterations, result.relative, result.condition)
-            if oracle.lanes is None:
-                oracle.checks.alert_if("unfinished system", message, _ended, open_ended, iterations)
-            else:
-                oracle.checks.alert("unfinished system", message, _ended(open_ended, iterations).any())
+            ends = result.unfinished, result.iterations
+            message = partial(_why_unfinished, *ends, result.relative, result.condition)
+            alert("unfinished system", message, _ended, *ends)
     found = {"linear_residual": result.residual, "linear_iterations": result.iterations}
     if result.relative is not None:
         found["linear_relative_residual"] = result.relative
@@ -203,10 +202,12 @@ def _why_unfinished(unfinished: Tensor, iterations: Tensor, relative: Tensor, co
     return f"{UNFINISHED} ({seen}). {HELP[UNFINISHED]}"
 
 
-def _why_unsolved(result: LinearSolution, relative: Tensor, said: Tensor, *, most: float, dense: bool) -> str:
+def _why_unsolved(
+    result: LinearSolution, relative: Tensor, said: Tensor, *, test: Callable[..., Tensor], dense: bool
+) -> str:
     """Say why the system is not solved, with the figures of the worst lane, and what helps."""
     assert result.diverged is not None
-    bad = _unsolved(result.indefinite, result.diverged, relative, said, most=most).reshape(-1)
+    bad = test(result.indefinite, result.diverged, relative, said).reshape(-1)
     worst = int(torch.where(bad, relative.reshape(-1), -1.0).argmax())
     indefinite, diverged, own, condition = (
         0.0 if t is None else float(t.reshape(-1)[worst])

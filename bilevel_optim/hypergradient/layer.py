@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import DerivativeError, require_uninterrupted, warn
-from ..oracle.differentiable import has_fused, plain_operations
+from ..oracle.differentiable import FUSED, has, plain_operations
 from ..oracle.oracle import Oracle
 from ..oracle.probe import CLEAR_OF_KINKS, LOOK, SECOND, SEEDS, SHIFT, Judgement, compare, direction, require_right
 from ..oracle.session import EvaluationOptions, Session
@@ -207,7 +207,7 @@ class _Problem:
             value = self.value(xs, ys)
         if not value.requires_grad:
             raise ValueError("Invalid loss value: a constant (it must depend on y, by differentiable operations)")
-        if graph and not self.fused and has_fused(value):
+        if graph and not self.fused and has(value, FUSED):
             self.fused = True
             return self.evaluate(xs, ys, graph=True)
         found = torch.autograd.grad(value, tuple(ys), create_graph=graph, materialize_grads=True)

@@ -134,9 +134,7 @@ def multilevel(
             ]
         diagnostics["neumann_ratio"] = ratio
         squares = torch.stack([rest, adjoint.lane_norm()])[:, deepest].square().sum(1)
-        diagnostics["linear_relative_residual"] = (
-            squares[0] / squares[1].clamp_min(torch.finfo(squares.dtype).tiny)
-        ).sqrt()
+        diagnostics["linear_relative_residual"] = linear.quotient(squares[0], squares[1]).sqrt()
         diagnostics["lower_residual"] = (system.gradient.lane_norm()[deepest] ** 2).mean().sqrt()
     for change in changes:
         diagnostics["correction"] = change.norm() ** 2

@@ -58,7 +58,7 @@ def penalty(
     interpolation = constant([w.numerator / w.denominator for w in formula.interpolation], values)
     used = interpolation != 0
     loss = torch.where(used, values * interpolation, 0.0).sum()
-    oracle.checks.scalar("loss", loss, hint)
+    oracle.checks.loss(loss, hint)
     return Estimate(loss, gradient, {"lower": lower, "upper": values})
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,8 @@ from ..oracle.oracle import LowerSystem, Oracle
 from ..oracle.point import none_to_zeros
 from ..problem.objective import Sample
 from ..problem.vector import Vector
-from ..solvers.lower import LowerRule, Memory, gradient_dot
+from ..solvers.linear import quotient
+from ..solvers.lower import LowerRule, Memory
 from ..solvers.unrolling import update_vjp
 from .estimate import Estimate
 
@@ -27,7 +27,6 @@ class _Step(NamedTuple):
     """State of one lower step that the reverse sweep needs."""
 
     point: Oracle
-    memory: Memory
     sample: Sample
     system: LowerSystem | None  # None: built again when it is needed
     cut: FeatureCut | None  # collects derivatives in features over all steps on one batch, to pull them back to x once
@@ -67,30 +66,32 @@ def unrolled(
     differentiated = steps if truncate is None else min(truncate, steps)
     # Graphs of sharded modules share the memory of the gathered parameters, so only one can be kept.
     keep_graphs = not checkpoint and oracle.session.options.hvp == "exact" and not oracle.sharded
+    trajectory, states, parts = list[_Step](), list[Memory](), list[FeatureCut]()
 
     def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
         sample = oracle.g.draw()
         return lambda y: oracle.at(lower=y).lower(sample)
 
+    def draw_recorded() -> Callable[[Vector], tuple[Tensor | None, Vector]]:
+        return recorded
+
+    def recorded(y: Vector) -> tuple[Tensor | None, Vector]:
+        point, sample, cut = _differentiable(oracle, y, parts)
+        system = point.kept_system(sample) if keep_graphs else None
+        trajectory.append(_Step(point, sample, system, cut))
+        return point.lower(sample) if system is None else (None, system.gradient)
+
     solved = rule.run(oracle.y, rule.fresh() if memory is None else memory, steps - differentiated, draw)
-    begin, trajectory = solved.y, list[_Step]()
-    norms: list[Tensor] = []
-    parts: list[FeatureCut] = []
-    for k in range(differentiated):
-        point, sample, cut = _differentiable(oracle, solved.y, parts)
-        step = _Step(point, solved.memory, sample, point.kept_system(sample) if keep_graphs else None, cut)
-        trajectory.append(step)
-        sized = k in (0, differentiated // 2, differentiated - 1)
-        before, solved = solved, rule.step(solved.y, solved.memory, partial(_evaluated, step), sized=sized)
-        if differentiated > 2 and sized and solved.gradient is not None:
-            norms.append(solved.norm())
+    begin = solved.y
+    if differentiated:
+        solved = rule.run(begin, solved.memory, differentiated, draw_recorded, states=states)
     oracle.checks.finite("lower_grad", solved.y)
     loss, h, adjoint = oracle.at(lower=solved.y).upper(upper_sample or oracle.f.draw(once=True))
     memory_adjoint: list[dict[str, Tensor]] = [{} for _ in adjoint]
     end = adjoint.norm()
     while trajectory:
         step = trajectory.pop()
-        adjoint, cross, memory_adjoint = _pulled_back(rule, step, adjoint, memory_adjoint)
+        adjoint, cross, memory_adjoint = _pulled_back(rule, step, states.pop(), adjoint, memory_adjoint)
         if step.cut is None:
             h = h + cross
         else:
@@ -98,11 +99,9 @@ def unrolled(
     for part in parts:
         if part.usable:
             h = h + part.pulled_back()
-    if len(norms) == 3:
-        solved = solved._replace(early=(norms[0], norms[1]), turn=gradient_dot(before, solved))
     diagnostics = solved.watched(oracle.session, rule, begin, differentiated)
     if differentiated:
-        diagnostics["start_influence"] = adjoint.norm() / end.clamp_min(torch.finfo(end.dtype).tiny)
+        diagnostics["start_influence"] = quotient(adjoint.norm(), end)
     start = adjoint if differentiated == steps else None
     return Estimate(loss, h, diagnostics, start=start, lower=solved.y, solver=solved.memory)
 
@@ -119,36 +118,22 @@ def _differentiable(oracle: Oracle, y: Vector, parts: list[FeatureCut]) -> tuple
     return (*cut.at(y, sample), cut) if cut.usable else (oracle.at(lower=y), sample, None)
 
 
-def _evaluated(step: _Step, y: Vector) -> tuple[Tensor | None, Vector]:
-    if step.system is None:
-        return step.point.lower(step.sample)
-    return None, step.system.gradient
-
-
 def _pulled_back(
-    rule: LowerRule, step: _Step, adjoint: Vector, memory_adjoint: list[dict[str, Tensor]]
+    rule: LowerRule, step: _Step, state: Memory, adjoint: Vector, memory_adjoint: list[dict[str, Tensor]]
 ) -> tuple[Vector, Vector, list[dict[str, Tensor]]]:
     """Return the adjoints before a step, and the step's part of the gradient in x."""
-
-    def through(system: LowerSystem) -> tuple[Vector, Vector, list[dict[str, Tensor]]]:
-        x: Sequence[Tensor]
-        with step.point.placed() if doors else nullcontext(((), ())) as (x, _):
+    session, x = step.point.session, Vector(())
+    doors = session.doors & {PROJECTION, OPTIONS}
+    with step.point.lower_system(step.sample) if step.system is None else nullcontext(step.system) as system:
+        with step.point.placed() if doors else nullcontext((x, x)) as (x, _):
             before, memory, slope, beside = update_vjp(
-                rule, step.point.y, step.memory, system.gradient, adjoint, memory_adjoint, x
+                rule, step.point.y, state, system.gradient, adjoint, memory_adjoint, x
             )
         cross, hvp = system.both(slope)
-        if doors:
-            session.note_reached(beside)
-            cross = cross + none_to_zeros(beside, cross)
-        return before + hvp, cross, memory
-
-    session = step.point.session
-    doors = session.doors & {PROJECTION, OPTIONS}
-
-    if step.system is not None:
-        return through(step.system)
-    with step.point.lower_system(step.sample) as system:
-        return through(system)
+    if doors:
+        session.note_reached(beside)
+        cross = cross + none_to_zeros(beside, cross)
+    return before + hvp, cross, memory
 
 
 def through_start(oracle: Oracle, start: Vector, adjoint: Vector) -> Vector:

@@ -16,6 +16,7 @@ from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.placement import constant
 from ..problem.vector import Later, Vector, coarsest
+from ..solvers.linear import quotient
 from ..solvers.paths import Paths
 from .directions import Directions
 from .estimate import Estimate
@@ -60,7 +61,7 @@ def partial_zeroth_order(
             found.append(oracle.at(lower=base).upper(sample))
         return (ends - Vector(t.unsqueeze(0) for t in base)).lane_dot(found[0][2]), found[0][0]
 
-    indirect, base, diagnostics, left = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
+    indirect, base, diagnostics, left = _indirect(oracle, paths, directions, central, measure, ranks)
     loss, direct, slope = found[0]
     if left is not None:
         diagnostics["predicted_change"] = Later(_change, (slope, *left))
@@ -101,11 +102,11 @@ def full_zeroth_order(
         values = Copies(oracle, ends, upper).values("upper", sample)
         if not found:
             found.append(values[0].clone())
-            oracle.checks.scalar("loss", found[0])
+            oracle.checks.loss(found[0])
         wide = values if values.device.type == "mps" else values.double()
         return wide - found[0], found[0]
 
-    gradient, base, diagnostics, _ = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
+    gradient, base, diagnostics, _ = _indirect(oracle, paths, directions, central, measure, ranks)
     loss = found[0]
     differences = diagnostics["coefficients"] * (directions.smoothing * (2 if central else 1))
     diagnostics["difference_error"] = _rounding(oracle, Vector([loss]), differences.square())
@@ -121,7 +122,7 @@ def _indirect(
     directions: Directions,
     central: bool,
     measure: Callable[[Vector, Vector, Vector], tuple[Tensor, Tensor]],
-    ranks: Ranks,
+    ranks: Ranks | None,
 ) -> tuple[Vector, Vector, dict[str, Any], tuple[Vector, ...] | None]:
     r"""Return :math:`\frac1Q \sum_j c_j u_j`, with :math:`c_j` the difference quotients of ``measure``, and the base.
 
@@ -129,6 +130,7 @@ def _indirect(
     left out, and the mean is over the others. ``measure`` also returns the upper loss at the base. Each rank follows
     the base and the paths of its own directions.
     """
+    ranks = ranks or Ranks()
     signs, own = (1.0, -1.0) if central else (1.0,), slice(ranks.rank, None, ranks.world)
     lanes = [(0, 0.0), *((j, s) for j in range(directions.count)[own] for s in signs)]
     measured, moved, on_the_way = [], [], []
@@ -145,7 +147,7 @@ def _indirect(
         if base is None:
             base = ends.lane(0).clone()
             oracle.checks.finite("lower_grad", base)
-            oracle.checks.scalar("loss", found.total[0])
+            oracle.checks.loss(found.total[0])
             ahead = [own.lane(0).clone() for own in (*slopes, found.start)] if slopes else []
         values, loss = measure(upper, ends, base)
         measured.append(values)
@@ -199,13 +201,12 @@ def _indirect(
 
 
 def _growth(first: Vector, last: Vector) -> Tensor:
-    norm = first.norm()
-    return last.norm() / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+    return quotient(last.norm(), first.norm())
 
 
 def _root(squares: Vector) -> Tensor:
     first, last = squares
-    return (last / first.clamp_min(torch.finfo(first.dtype).tiny)).sqrt()
+    return quotient(last, first).sqrt()
 
 
 def _change(slope: Vector, base: Vector, start: Vector, first: Vector, last: Vector) -> Tensor:

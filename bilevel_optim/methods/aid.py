@@ -69,7 +69,8 @@ class AID(BilevelOptimizer):
             (possibly 0) continue from there. Warns if y is not a solution. Not for tasks; such steps are not compiled.
             Default: None.
         warm_start: start y and v at their last values (MINRES at zero where that has the smaller residual, CG where it
-            is the better start, see `bo.linear.cg`). Default: True. With tasks, v starts from zero at every step.
+            is the better start, see `bo.linear.cg`). Default: True. With tasks, v starts from zero at every
+            step, unless ``task_memory=True`` keeps it.
         keep_direction: go on with the last direction of CG too, so that steps at the same point make the iterates of
             one long solve. It costs no product. Far better where H is ill-conditioned and x moves slowly; no better
             where H is well-conditioned or changes at random; worse where H is indefinite, or ill-conditioned and
@@ -102,6 +103,7 @@ class AID(BilevelOptimizer):
         family="implicit",
         when="first choice where Hessian-vector products are affordable; memory does not grow with T",
         cost="T + 1 lower, 1 upper, Q hvp (+ 1 for a warm start, + 1 to check), 1 jvp; Q = linear_steps",
+        kept_by_tasks=("linear_solution",),
     )
 
     linear_solver: str = choice(*_SOLVE, default="cg")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.options import InitVar, fixed, flag, number
 from .aid import AID
+from .growing import Growing
 
 __all__ = ["BA"]
 
 
-class BA(AID):
+class BA(Growing, AID):
     r"""Bilevel approximation (BA, here with conjugate gradients): `AID` from a fixed start, with a growing step count.
 
     Outer step k = 0, 1, ... makes :math:`\lceil c\,(k + 1)^{1/4} \rceil` lower steps from the first value of y, then
@@ -61,25 +61,9 @@ class BA(AID):
         cost="as AID, T growing like k^(1/4)",
     )
 
-    lower_steps: float = number(above=0, settable=False)  # type: ignore[assignment]  # an attribute that is rounded up
     growth: float = number(default=0.25, least=0)
     warm_start: bool = flag(default=False)
     linear_solver: str = fixed(default="cg")
     linear_lr: float | None = fixed(default=None)
     keep_direction: bool = fixed(default=False)
     lower_solver: InitVar[Callable[[], Any] | None] = fixed(default=None)
-
-    def _arrange(self, options: dict[str, Any]) -> None:
-        super()._arrange(options)
-        self._scale: float = options["lower_steps"]
-        options["lower_steps"] = math.ceil(self._scale)
-
-    def _lower_step_count(self, steps: int) -> int:
-        """Return the number of lower steps, which grows with ``steps``."""
-        return math.ceil(self._scale * math.pow(steps + 1, self.growth))
-
-    def _why_eager(self, tasks: Any = None) -> str:
-        """Return why steps run eagerly, if the number of lower steps grows; otherwise an empty string."""
-        return (
-            "the number of lower steps grows, but a graph has a fixed number (use growth=0)" if self.growth > 0 else ""
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..errors import DATA_FIRST, warn
 from ..hypergradient import Estimate, penalty
-from ..hypergradient.finite_difference import KINDS, Stencil, inner_weights
-from ..hypergradient.finite_difference import stencil as stencil_of
+from ..hypergradient.finite_difference import KINDS, Stencil, inner_weights, stencil
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.options import choice, count, flag, number
@@ -30,6 +29,7 @@ from ..tracing import is_tracing
 
 __all__ = ["F2SA"]
 
+stencil_of = cache(stencil)
 SAMPLES = ("shared", "independent")
 LARGEST_NU = 1.0  # a larger value is taken for a mistake
 NOISY_NU = 1e-2  # with independent samples, whose noise is divided by nu
@@ -164,7 +164,7 @@ class F2SA(BilevelOptimizer):
 
     def _arrange(self, options: dict[str, Any]) -> None:
         super()._arrange(options)
-        order, nu, stencil = options["order"], options["nu"], options["stencil"]
+        order, nu = options["order"], options["nu"]
         if nu is not None and nu > LARGEST_NU:
             warn(
                 f"nu={nu:g} is the step of a finite difference, whose error grows like nu^{order}; use 1e-3 to 1e-1 "
@@ -172,8 +172,7 @@ class F2SA(BilevelOptimizer):
             )
         if options["normalize"] is None:
             options["normalize"] = options["upper_optimizer"] is None
-        self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
-        self._formulas: dict[tuple[int, str], Stencil] = {}  # built when first needed, never in a compiled step
+        self._variant_of_state = {"order": order, "stencil": stencil_of(order, options["stencil"]).kind}
 
     @property
     def nu(self) -> float:
@@ -246,10 +245,7 @@ class F2SA(BilevelOptimizer):
         )
 
     def _formula(self, inputs: DrawInputs) -> Stencil:
-        kind = self.order, inputs.numbers.get("stencil", self._given_stencil)
-        if kind not in self._formulas:
-            self._formulas[kind] = stencil_of(*kind)
-        return self._formulas[kind]
+        return stencil_of(self.order, inputs.numbers.get("stencil", self._given_stencil))
 
     def _copies(self, oracle: Oracle, inputs: StepInputs, n: int, interpolation: list[float]) -> tuple[Vector, bool]:
         """Return the stacked copies, and True if they continue: they start at y, and later follow changes of it."""
@@ -271,7 +267,7 @@ class F2SA(BilevelOptimizer):
 
         def gradient(copies: Vector) -> tuple[Tensor, Vector]:
             (g, f), slopes = Copies(oracle, copies).lower_slopes(("lower", zeta, [1.0] * n), ("upper", xi, weights))
-            oracle.checks.scalar("loss", (g + f * constant(weights, f)).sum(), DIVERGED)
+            oracle.checks.loss((g + f * constant(weights, f)).sum(), DIVERGED)
             return g.sum(), slopes
 
         return gradient

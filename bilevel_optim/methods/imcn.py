@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,6 @@ from ..solvers import linear
 from ..solvers.agd import agd_or
 
 __all__ = ["iMCN"]
-
-
-class Model(NamedTuple):
-    """Values of the cubic model at one s: its decrease from 0, and its gradient."""
-
-    decrease: Tensor
-    gradient: Vector
 
 
 class iMCN(MinimaxOptimizer):
@@ -142,7 +135,7 @@ class iMCN(MinimaxOptimizer):
             if self.perturbation > 0:
                 s = s + inputs.ranks.copy_from_first(uniform_ball(oracle.x, self.perturbation, inputs.generator))
             s = model.descended(s, rates, self.cubic_steps)
-            decrease = model.at(s).decrease
+            decrease, _ = model.at(s)
             ending = self.tol > 0 and bool(decrease < self.tol)
             if ending:
                 s = model.descended(s, rates, 10 * self.cubic_steps)
@@ -176,13 +169,14 @@ class _CubicModel:
     def descended(self, s: Vector, rates: Sequence[float], steps: int) -> Vector:
         """Return s after gradient steps on the model."""
         for _ in range(steps):
-            s = s.descended(self.at(s).gradient, rates)
+            s = s.descended(self.at(s)[1], rates)
         return s
 
-    def at(self, s: Vector) -> Model:
+    def at(self, s: Vector) -> tuple[Tensor, Vector]:
+        """Return how much less the model is than at zero, and its gradient."""
         bent, norm = self.hessian(s), s.norm()
         decrease = -(self.gradient.dot(s) + bent.dot(s) / 2 + self.cubic / 6 * norm**3)
-        return Model(decrease, self.gradient + bent + s * (self.cubic / 2 * norm))
+        return decrease, self.gradient + bent + s * (self.cubic / 2 * norm)
 
     def hessian(self, s: Vector) -> Vector:
         """Return H s; CG inverts -d2f/dy2, which is positive definite."""

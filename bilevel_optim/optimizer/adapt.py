@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Never, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -14,10 +14,10 @@ from ..problem.parameters import is_count, require
 from ..problem.vector import Vector
 from ..pytree import tree_leaves
 from ..solvers.lower import LowerRule
-from .auto_rate import rule_at
+from .auto_rate import with_measured_rates
 from .step import FACTOR
 
-__all__ = ["lower_solution", "no_upper_loss", "number_of_steps", "objective_of", "require_tasks_alone"]
+__all__ = ["lower_solution", "number_of_steps", "objective_of", "require_tasks_alone"]
 
 
 def number_of_steps(steps: int | None, usual: int | None, method: str) -> int:
@@ -87,9 +87,13 @@ def lower_solution(
     """
     if tasks is not None:
         oracle, start = _stack_tasks(oracle, start, tasks)
-    _require_start(start, oracle)
+    elif [t.shape for t in start] != [t.shape for t in oracle.y]:
+        raise ValueError(
+            f"Invalid start: the lower parameters have shapes {[tuple(t.shape) for t in oracle.y]}, but start has "
+            f"{[tuple(t.shape) for t in start]}; pass one tensor of the same shape for each lower parameter"
+        )
     if any([group.get(FACTOR, False) for group in groups]):
-        oracle, rule_for = rule_at(oracle.at(lower=start), groups, rule_for, curvature, exact=exact)
+        oracle, _, rule_for, *_ = with_measured_rates(oracle.at(lower=start), groups, rule_for, curvature, exact=exact)
     start = start.detach().clone()
     rule = rule_for(start)
 
@@ -130,17 +134,3 @@ def _stack_tasks(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, V
         )
     starts = Vector(s.detach().to(y).expand(n, *y.shape) for s, y in zip(start, oracle.y, strict=True))
     return stacked(oracle, starts, lambda _: batches), starts
-
-
-def _require_start(start: Vector, oracle: Oracle) -> None:
-    """Raise if the initial values do not have the shapes of the lower parameters."""
-    if [t.shape for t in start] != [t.shape for t in oracle.y]:
-        raise ValueError(
-            f"Invalid start: the lower parameters have shapes {[tuple(t.shape) for t in oracle.y]}, but start has "
-            f"{[tuple(t.shape) for t in start]}; pass one tensor of the same shape for each lower parameter"
-        )
-
-
-def no_upper_loss() -> Never:
-    """Placeholder for the upper loss, which adaptation does not evaluate."""
-    raise AssertionError("adaptation evaluates the lower loss only")

@@ -29,14 +29,13 @@ from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Ahead, Sample
 from ..problem.vector import Vector, coarsest, is_sharded
-from ..pytree import replace
 from ..solvers.agd import AGD
 from ..solvers.lower import NO_END, LowerRule, is_known
 from .lower_checks import Factory, own_rate, probe, rate_of
-from .step import CURVATURE, FACTOR, Draw, StepInputs
+from .step import FACTOR, Draw, StepInputs
 
 __all__ = [
-    "AUTO", "MARGIN", "MARGIN_OF_TERMS", "SMALLER", "is_quiet", "led_away", "lower_rate", "rule_at", "stiffened",
+    "AUTO", "MARGIN", "MARGIN_OF_TERMS", "SMALLER", "STIFFER", "is_quiet", "led_away", "lower_rate",
     "with_measured_rates",
 ]  # fmt: skip
 
@@ -69,57 +68,60 @@ def lower_rate(
         method: name of the method.
         fixed: reason why the method cannot use a measured rate, if it cannot.
     """
-    if isinstance(lower_lr, str):
-        lower_lr = _unmeasured_rate(lower_lr, lower_factory, method, fixed)
-        if lower_lr is None:
-            return 1.0, True
-    return rate_of("lower", lower_lr, given_factory, method), False
-
-
-def _unmeasured_rate(lower_lr: str, lower_factory: Factory, method: str, fixed: str) -> Any:
-    """Return the lower rate for ``lower_lr="auto"``: the optimizer's own, or None if it is to be measured.
-
-    ``fixed`` is the reason why the method cannot use a measured rate, if it cannot.
-    """
+    if not isinstance(lower_lr, str):
+        return rate_of("lower", lower_lr, given_factory, method), False
     if lower_lr != AUTO:
         raise ValueError(f"Invalid lower_lr value: {lower_lr!r} (a number, or 'auto')")
     if fixed:
         raise ValueError(f"Invalid lower_lr value: auto ({method} takes a number: {fixed})")
     own, sets = (None, False) if lower_factory is SGD else own_rate(lower_factory)
     if sets:
-        return own.detach() if isinstance(own, Tensor) else own
-    _require_own_scale(probe(lower_factory, 1.0), method)
-    return None
-
-
-def _require_own_scale(made: torch.optim.Optimizer, method: str) -> None:
-    """Raise unless the rate of a lower optimizer scales as one over a curvature."""
-    if not is_known(made) or type(made) not in (SGD, AGD):
+        own = own.detach() if isinstance(own, Tensor) else own
+        return rate_of("lower", own, given_factory, method), False
+    made = probe(lower_factory, 1.0)
+    if not is_known(made) or type(made) not in (SGD, AGD):  # only their rates scale as one over a curvature
         raise ValueError(
             f"Invalid lower_lr value: auto (the default, which is one over the measured curvature; the learning rate "
             f"of {type(made).__name__} may need another scale: pass {method} a number as lower_lr, or plain "
             "torch.optim.SGD or bilevel_optim.AGD as lower_optimizer)"
         )
+    return 1.0, True
 
 
 def with_measured_rates(
-    oracle: Oracle, inputs: StepInputs, draws: Sequence[Draw] | None, *, exact: bool, margin: float
-) -> tuple[Oracle, StepInputs, Vector, dict[str, Tensor]]:
-    """Measure the curvature; return the oracle and the inputs of a step with that rate, the state, and diagnostics.
+    oracle: Oracle,
+    groups: Sequence[dict[str, Any]],
+    rule: Rule,
+    last: Vector | None,
+    draws: Sequence[Draw] | None = None,
+    *,
+    exact: bool,
+    margin: float = MARGIN,
+) -> tuple[Oracle, list[dict[str, Any]], Rule, Vector, dict[str, Tensor]]:
+    """Measure the curvature at the oracle's point; refuse a loss without any.
+
+    Return the oracle, groups and update of y for lower steps with rates that follow it, the state, and diagnostics.
 
     Args:
-        oracle: oracle of the step. The returned one draws the sample that is used here as its first.
-        inputs: inputs of the step.
+        oracle: oracle of the lower problem. The returned one draws the sample that is used here as its first.
+        groups: parameter groups of y.
+        rule: update of y without measured rates.
+        last: curvature vector from an earlier step; None if there is none.
         draws: draws of the step, if known.
         exact: use second derivatives; if False, differences of gradients.
         margin: the rate is 1 / (margin * curvature).
     """
     oracle, sample = _with_first_sample(oracle, draws)
-    w, flat = _estimate_curvature(oracle, sample, inputs.memory.get(CURVATURE), exact)
-    curvature, rate = _curvature(oracle, w, flat, margin)
-    groups, rule = _scaled(rate, inputs.lower_groups, inputs.rule)
-    inputs = replace(inputs, lower_groups=groups, rule=rule)
-    return oracle, inputs, w, {"lower_curvature": curvature, "lower_lr": rate}
+    w, flat = _estimate_curvature(oracle, sample, last, exact)
+    curvature = w.norm().clamp_min(torch.finfo(w[0].dtype).tiny)
+    oracle.checks.refuse(FLAT, flat)
+    rate = (1 / (margin * curvature)).masked_fill(flat, 0)  # finite values, so that the refusal is read
+    scaled = [{**group, "lr": rate * group["lr"]} if group.get(FACTOR, False) else group for group in groups]
+
+    def scaled_rule(like: Vector) -> LowerRule:
+        return rule(like).with_rates([group["lr"] for group in scaled], None)
+
+    return oracle, scaled, scaled_rule, w, {"lower_curvature": curvature, "lower_lr": rate}
 
 
 def led_away(estimate: Estimate) -> bool:
@@ -142,56 +144,21 @@ def is_quiet(keys: set[str], inputs: StepInputs, estimate: Estimate, key: str) -
     return residual is not None and bool(residual.norm() * rate <= rounding * y.norm())
 
 
-def stiffened(inputs: StepInputs, estimate: Estimate) -> StepInputs:
-    """Return inputs for the same step with smaller rates, after an estimate whose lower steps left the solution."""
-    return replace(inputs, memory={**inputs.memory, CURVATURE: estimate.memory[CURVATURE].times(STIFFER)})
-
-
-def rule_at(
-    oracle: Oracle, groups: Sequence[dict[str, Any]], rule: Rule, last: Vector | None, *, exact: bool
-) -> tuple[Oracle, Rule]:
-    """Return the oracle for lower steps, and the update of y with rates from the curvature at the oracle's point.
-
-    Args:
-        oracle: oracle of the lower problem.
-        groups: parameter groups of y.
-        rule: update of y without measured rates.
-        last: curvature vector from an earlier step; None if there is none.
-        exact: as for `with_measured_rates`.
-    """
-    oracle, sample = _with_first_sample(oracle, None)
-    _, rate = _curvature(oracle, *_estimate_curvature(oracle, sample, last, exact), MARGIN)
-    return oracle, _scaled(rate, groups, rule)[1]
-
-
-def _curvature(oracle: Oracle, w: Vector, flat: Tensor, margin: float) -> tuple[Tensor, Tensor]:
-    """Return the curvature and the rate that it allows; refuse a loss without any."""
-    curvature = w.norm().clamp_min(torch.finfo(w[0].dtype).tiny)
-    oracle.checks.refuse(FLAT, flat)
-    return curvature, (1 / (margin * curvature)).masked_fill(flat, 0)  # finite values, so that the refusal is read
-
-
-def _scaled(rate: Tensor, groups: Sequence[dict[str, Any]], rule: Rule) -> tuple[list[dict[str, Any]], Rule]:
-    """Return groups and an update in which rates that follow the curvature are multiplied by a measured rate."""
-    scaled = [{**group, "lr": rate * group["lr"]} if group.get(FACTOR, False) else group for group in groups]
-    return scaled, lambda like: rule(like).with_rates([group["lr"] for group in scaled], None)
-
-
 def _with_first_sample(oracle: Oracle, draws: Sequence[Draw] | None) -> tuple[Oracle, Sample]:
     """Draw the first sample of g, after the draws of f that precede it; return an oracle that repeats these draws."""
-    drawn: dict[str, list[Sample]] = {"upper": [], "lower": []}
+    before: list[Sample] = []
     whole = False
     for draw in draws or ():
         if draw.level == "lower":
             whole = draw.whole
             break
-        drawn["upper"].append(oracle.f.draw())
-    drawn["lower"] = oracle.g.samples() if whole else [oracle.g.draw()]
+        before.append(oracle.f.draw())
+    first = oracle.g.samples() if whole else [oracle.g.draw()]
     other = oracle.at()
-    if drawn["upper"]:
-        other.f = Ahead(oracle.f, drawn["upper"])
-    other.g = Ahead(oracle.g, drawn["lower"], whole=whole)
-    return other, drawn["lower"][0]
+    if before:
+        other.f = Ahead(oracle.f, before)
+    other.g = Ahead(oracle.g, first, whole=whole)
+    return other, first[0]
 
 
 def _estimate_curvature(oracle: Oracle, sample: Sample, last: Vector | None, exact: bool) -> tuple[Vector, Tensor]:
@@ -209,32 +176,27 @@ def _estimate_curvature(oracle: Oracle, sample: Sample, last: Vector | None, exa
                 return found
 
             w = _iterated(oracle, system.gradient, product, last)
-            return w, _none(changes, last)
-    _, gradient = oracle.lower(sample)
-    y, unit, slope = oracle.y, working_unit(oracle.y), gradient.norm()
-    tiny = torch.finfo(slope.dtype).tiny
-    least = math.sqrt(unit) * (1 + y.norm())
-    step = least
+    else:
+        _, gradient = oracle.lower(sample)
+        y, unit, slope = oracle.y, working_unit(oracle.y), gradient.norm()
+        tiny = torch.finfo(slope.dtype).tiny
+        step = least = math.sqrt(unit) * (1 + y.norm())
 
-    def difference(u: Vector, curvature: Tensor | None) -> Vector:
-        """Return a difference of gradients over a step on which they change by more than their rounding errors."""
-        nonlocal step
-        if curvature is not None:  # below the rounding error of the last difference it is not known
-            known = torch.maximum(curvature, unit * slope / step).clamp_min(tiny)
-            step = torch.maximum(least, math.sqrt(unit) * slope / known)
-        scale = step / u.norm().clamp_min(torch.finfo(u[0].dtype).tiny)
-        change = oracle.at(lower=y + u.times(scale)).lower(sample)[1] - gradient
-        changes.append(change.norm())
-        return change.times(1 / scale).add(u, unit**2 * slope / step)  # keeps the direction where rounding leaves none
+        def difference(u: Vector, curvature: Tensor | None) -> Vector:
+            """Return a difference of gradients over a step on which they change by more than their rounding errors."""
+            nonlocal step
+            if curvature is not None:  # below the rounding error of the last difference it is not known
+                known = torch.maximum(curvature, unit * slope / step).clamp_min(tiny)
+                step = torch.maximum(least, math.sqrt(unit) * slope / known)
+            scale = step / u.norm().clamp_min(torch.finfo(u[0].dtype).tiny)
+            change = oracle.at(lower=y + u.times(scale)).lower(sample)[1] - gradient
+            changes.append(change.norm())
+            found = change.times(1 / scale)
+            return found.add(u, unit**2 * slope / step)  # keeps the direction where rounding leaves none
 
-    w = _iterated(oracle, gradient, difference, last)
-    return w, _none(changes, last)
-
-
-def _none(changes: list[Tensor], last: Vector | None) -> Tensor:
-    """Return True if the first measurement found no curvature: one of its last two products is zero."""
-    found = torch.stack(changes[-2:])
-    return (found == 0).any() if last is None else torch.zeros_like(found[0], dtype=torch.bool)
+        w = _iterated(oracle, gradient, difference, last)
+    products = torch.stack(changes[-2:])
+    return w, (products == 0).any() if last is None else torch.zeros_like(products[0], dtype=torch.bool)
 
 
 def _iterated(

@@ -16,15 +16,15 @@ from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
 from ..problem.objective import Loss, version_of
 from ..problem.parameters import by_level, is_count, require
-from ..problem.tasks import fresh_start
+from ..problem.tasks import as_start
 from ..problem.vector import Vector
 from . import adapt, checkpoint
 from .checkpoint import OWN
 from .diagnostics import described, floats
-from .hooks import no_dynamo, with_hooks
+from .hooks import explain_bad_call, no_dynamo, with_hooks
 from .lower_checks import probe
 from .method import Method
-from .options import FROM_ONE, explain_bad_call, signature_of
+from .options import FROM_ONE, signature_of
 from .step import CURVATURE, Start, replace
 from .transaction import SOLVER, Transaction, recalled, reference_to_gradient
 
@@ -88,7 +88,7 @@ class BilevelOptimizer(Method):
             takes the drawn tasks and returns tensors with a leading dimension for them. Default: the live y.
         task_memory: with tasks, start the lower solve of each task where it ended when the task was last drawn, and the
             first time at the live y. The sampler must have a length and draw ids. One row of the size of y is stored
-            per task; `SOBA`, `FSLA` and `AmIGO` keep their v as well. Default: False.
+            per task; `AID`, `AmIGO`, `SOBA` and `FSLA` keep v as well. Default: False.
         process_group: ``torch.distributed`` group over whose ranks all oracles are averaged. Each rank has its own part
             of the data, the same parameters (compared in the first step) and the same options (compared at the
             beginning of each step). Default: None.
@@ -128,8 +128,8 @@ class BilevelOptimizer(Method):
             tasks: sampler of tasks, such as `TensorTasks`. Each task has its own lower problem, the losses are plain
                 callables that take one task's batch, and the hypergradient is the mean over the drawn tasks. Each task
                 starts from the live y (or from ``lower_init``). After the step the live y holds the mean of the tasks'
-                solutions, or with ``warm_start=False`` its old values. State other than y (momentum, solutions of
-                linear systems) belongs to the tasks and is reset at each step.
+                solutions, or with ``warm_start=False`` its old values. Other state of y (momentum, solutions of linear
+                systems) belongs to the tasks and is reset at each step, but for what ``task_memory`` keeps.
             closure: instead of losses, a function that calls :meth:`backward`, as in ``torch.optim``. Its result is
                 returned.
 
@@ -185,7 +185,7 @@ class BilevelOptimizer(Method):
         self._run_state.written = {id(t): version_of(t) for t in self.parameters("upper")}
         return loss
 
-    @explain_bad_call("pass the number of steps by name, run(upper, lower, steps=10)")
+    @partial(explain_bad_call, sentence="pass the number of steps by name, run(upper, lower, steps=10)")
     def run(self, upper: Loss, lower: Loss | None = None, *, steps: int, tasks: Any = None) -> Tensor:
         """Make many outer steps in one call, with the same results as that many calls of :meth:`step`.
 
@@ -226,7 +226,7 @@ class BilevelOptimizer(Method):
             return losses
         return torch.cat([self.step(upper, lower, tasks=tasks).reshape(1) for _ in range(steps)])
 
-    @explain_bad_call()
+    @explain_bad_call
     def propose(
         self,
         upper: Loss,
@@ -257,14 +257,14 @@ class BilevelOptimizer(Method):
             elif start is None and tasks is None and self._lower_solver is not None:
                 start = self._solved_below()
             elif start is None and tasks is None and inputs.lower_init is not None:
-                begun = fresh_start(oracle.y, oracle.lower_names(), inputs.lower_init)
+                begun = as_start(inputs.lower_init(), oracle.y, oracle.lower_names())
                 inputs, start = replace(inputs, start=begun), begun.detach()
             estimate = self._estimate(oracle, inputs, tasks, start)
             transaction.conclude()
             oracle.session.lower_sample = None  # breaks a reference cycle, as after a step
             return replace(estimate, diagnostics=measured(estimate.diagnostics))
 
-    @explain_bad_call()
+    @explain_bad_call
     def adapt(
         self,
         lower: Loss,
@@ -311,7 +311,7 @@ class BilevelOptimizer(Method):
             adapt.require_tasks_alone(batch, write=write, one_at_a_time=one_at_a_time, method=method)
             self._lower_checks.require_elementwise("tasks")
         task = adapt.objective_of(lower, batch)
-        oracle = self._oracle(task) if self._one_loss else self._oracle(adapt.no_upper_loss, task)
+        oracle = self._oracle(task, None if self._one_loss else task)  # the upper loss is not evaluated
         oracle.shared = False
         groups = by_level(self.param_groups)["lower"]
         self._run_state.follow(self.state, self.param_groups)
@@ -335,7 +335,7 @@ class BilevelOptimizer(Method):
                 oracle.live_y.copy_(found)
         return found
 
-    @explain_bad_call()
+    @explain_bad_call
     def compile(
         self,
         *,
@@ -490,7 +490,6 @@ class BilevelOptimizer(Method):
         self.param_groups[0][OWN], self._placeholders = b"", False
         self._rules, self._upper_rules = self._new_rules()
         self._run_state.load(own)
-        self._run_state.kinds = checkpoint.saved_types(own)  # the first step casts the state to the current types
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
         self.numbers = own["numbers"]

@@ -28,9 +28,9 @@ from ..pytree import tree_map
 from .transaction import SOLVERS, TABLE
 
 __all__ = [
+    "COUNTS",
     "OWN",
     "copied",
-    "counts",
     "initial_state",
     "initialises",
     "load_exactly",
@@ -38,7 +38,6 @@ __all__ = [
     "packed",
     "plain",
     "require_loadable",
-    "saved_types",
     "types",
     "unpacked",
 ]
@@ -169,11 +168,6 @@ def types(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     return [str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]]
 
 
-def saved_types(own: Mapping[str, Any]) -> tuple[torch.dtype, ...] | None:
-    """Return the types of the parameters when a state was saved; None: unknown."""
-    return tuple(getattr(torch, name) for name in own["types"]) if "types" in own else None
-
-
 def _require_form(state: Any) -> None:
     """Raise ValueError unless a state dict has the form of an optimizer's."""
     if not isinstance(state, dict):
@@ -244,17 +238,20 @@ def require_loadable(
             )
     _require_generator(own["generator"], generator)
     names = own.get("types", types(groups))
-    if not isinstance(names, list) or len(names) != len(_shapes(groups)) or not all(map(_is_type, names)):
+    known = isinstance(names, list) and all(
+        isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype) for name in names
+    )
+    if not known or len(names) != len(_shapes(groups)):
         raise ValueError(
             f"the state dict is damaged: the types of the parameters are {names!r}, which should be one name of a "
             f"torch.dtype for each of {len(_shapes(groups))} parameters; {INTACT}"
         )
-    found, known = _tables(state["state"]), own.get("tables", {})
-    for name in known.keys() & found.keys():
-        if found[name] != known[name]:
+    found, saved = _tables(state["state"]), own.get("tables", {})
+    for name in saved.keys() & found.keys():
+        if found[name] != saved[name]:
             raise ValueError(
                 f"the state dict is damaged: the table {name.removeprefix(TABLE)} has (shape, whether it is of a "
-                f"floating-point type) {found[name]}, but had {known[name]} when it was saved; {INTACT}"
+                f"floating-point type) {found[name]}, but had {saved[name]} when it was saved; {INTACT}"
             )
     keys = [key for group in state["param_groups"] for key in group["params"]]
     for key, shape in zip(keys, _shapes(groups), strict=True):
@@ -264,12 +261,14 @@ def require_loadable(
                     f"the state dict is damaged: {name} should be a tensor, but is of type {type(value).__name__}; "
                     f"{INTACT}"
                 )
-            if _like_its_parameter(name) and isinstance(value, Tensor) and not _fits(value, shape):
+            if not _like_its_parameter(name) or not isinstance(value, Tensor):
+                continue
+            if shape and list(value.shape[-len(shape) :]) != shape:
                 raise ValueError(
                     f"the state dict is damaged: {name} has shape {tuple(value.shape)}, but its parameter has shape "
                     f"{tuple(shape)}; {INTACT}"
                 )
-            if _like_its_parameter(name) and isinstance(value, Tensor) and not value.is_floating_point():
+            if not value.is_floating_point():
                 raise ValueError(
                     f"the state dict is damaged: {name} should be of a floating-point type, but is of {value.dtype}; "
                     f"{INTACT}"
@@ -324,18 +323,10 @@ FORMS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _is_type(name: Any) -> bool:
-    return isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)
-
-
 def _like_its_parameter(name: str) -> bool:
     if prefix := next(filter(name.startswith, SOLVERS), ""):
         return name.removeprefix(prefix) in LIKE
     return not name.startswith(TABLE)
-
-
-def _fits(value: Tensor, shape: Sequence[int]) -> bool:
-    return not shape or list(value.shape[-len(shape) :]) == list(shape)
 
 
 def load_exactly(
@@ -372,11 +363,6 @@ def load_exactly(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def counts(name: str) -> bool:
-    """Return True if an entry of a parameter's state counts steps of an optimizer, perhaps on the host."""
-    return name in COUNTS
 
 
 def copied(value: Any, device: torch.device | None = None) -> Any:

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from ..errors import warn
 from ..oracle.doors import OPTIONS, STEP, options_of, steps_read
 from ..problem.parameters import is_number, require
 from ..solvers.agd import AGD
+from ..solvers.functional import can_be_unrolled
 from ..solvers.limits import Limits
 from ..solvers.lower import NOT_ELEMENTWISE, is_known, needs_closure
 from ..solvers.trust import acts_elementwise, can_be_differentiated, rests_without_gradient
-from ..solvers.unrolling import can_be_unrolled
 from .options import FROM_ZERO
 
 __all__ = [
@@ -30,16 +30,16 @@ __all__ = [
     "place_of_counts",
     "probe",
     "rate_of",
+    "require_given_gradient",
     "require_optimizer",
     "require_unlimited",
-    "require_update_alone",
 ]
 
 Factory = Callable[[Any], Optimizer]
 
 
 class LowerChecks:
-    """Requirements on the lower optimizer; each test of its behaviour is made once.
+    """Requirements on the lower optimizer.
 
     Args:
         factory: function that makes it from parameter groups.
@@ -48,32 +48,37 @@ class LowerChecks:
 
     def __init__(self, factory: Factory, lr: float) -> None:
         self.factory, self.lr = factory, lr
-        self._shown: dict[str, bool] = {}
         self._own: tuple[list[str], list[str]] | None = None
 
     def probe(self) -> Optimizer:
         """Return the lower optimizer made for a dummy parameter."""
         return probe(self.factory, self.lr)
 
-    @property
+    @cached_property
     def accelerated(self) -> bool:
         """True for `AGD`, which has no option of torch's SGD but the momentum."""
-        return self._shows("accelerated", lambda *made: isinstance(probe(*made), AGD))
+        return isinstance(self.probe(), AGD)
+
+    @cached_property
+    def keeps_entries_apart(self) -> bool:
+        """True if the update of an entry depends only on that entry and its gradient."""
+        made = self.probe()
+        return not isinstance(made, NOT_ELEMENTWISE) and (is_known(made) or acts_elementwise(self.factory, self.lr))
 
     def require(self, kind: str) -> None:
         """Raise unless the optimizer is of this kind, a value of `MethodInfo.lower_optimizer`."""
-        checks = {
-            "elementwise": self.require_elementwise,
-            "differentiable": self._require_differentiable,
-            "given gradient": self._require_given_gradient,
-        }
-        if kind in checks:
-            checks[kind]()
+        if kind == "elementwise":
+            self.require_elementwise()
+        elif kind == "differentiable":
+            self._require_differentiable()
+        elif kind == "given gradient":
+            why = "this method passes it one gradient, computed before the lower step"
+            require_given_gradient(self.probe(), "lower", why)
 
     def require_at_rest(self) -> None:
         """Raise if the optimizer moves y at zero gradient."""
         probe = self.probe()
-        if not is_known(probe) and not self._shows("resting", rests_without_gradient):
+        if not is_known(probe) and not rests_without_gradient(self.factory, self.lr):
             raise ValueError(
                 f"Invalid lower_optimizer value: {type(probe).__name__} moves y where the gradient is zero (a clamp, a "
                 "projection or a penalty in a hook or in its step), so y does not end where the implicit hypergradient "
@@ -90,7 +95,7 @@ class LowerChecks:
                 "torch's optimizers with a differentiable argument, such as SGD or Adam, or a method that does not "
                 "differentiate the lower steps, such as AID"
             )
-        if not is_known(probe) and not self._shows("differentiable", can_be_differentiated):
+        if not is_known(probe) and not can_be_differentiated(self.factory, self.lr):
             raise ValueError(
                 f"{name} has an update whose derivative by autograd is not its difference quotient (a hook or its step "
                 "changes gradients or parameters out of autograd's sight); use lower_clip= or lower_projection=, which "
@@ -99,20 +104,10 @@ class LowerChecks:
 
     def require_elementwise(self, what: str = "copies of y") -> None:
         """Raise if the optimizer would mix stacked tensors."""
-        if not self._shows("elementwise", _keeps_entries_apart):
+        if not self.keeps_entries_apart:
             raise ValueError(
                 f"Invalid lower_optimizer value: {type(self.probe()).__name__} does not update every entry "
                 f"independently, so it would mix the {what}; use an optimizer that does, such as SGD or Adam"
-            )
-
-    def _require_given_gradient(self) -> None:
-        """Raise if the optimizer evaluates gradients at points of its own, because the method passes one gradient."""
-        kind = type(self.probe())
-        if issubclass(kind, AGD) or needs_closure(self.probe()):
-            raise ValueError(
-                f"Invalid lower_optimizer value: {kind.__name__} evaluates gradients at points of its own, but "
-                "this method passes it one gradient, computed before the lower step; use an optimizer that needs only "
-                "that, such as SGD or Adam"
             )
 
     def warn_of_decay(self, group: Mapping[str, Any]) -> None:
@@ -166,22 +161,11 @@ class LowerChecks:
         except Exception:  # it needs a rate
             return self.probe()
 
-    def _shows(self, what: str, test: Callable[[Factory, float], bool]) -> bool:
-        if what not in self._shown:
-            self._shown[what] = test(self.factory, self.lr)
-        return self._shown[what]
-
 
 def probe(factory: Factory, lr: Any = None) -> Optimizer:
     """Return the optimizer made for a dummy parameter."""
     group = {"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)]}
     return factory([group if lr is None else {**group, "lr": lr}])
-
-
-def _keeps_entries_apart(factory: Factory, lr: float) -> bool:
-    """Return True if the update of an entry depends only on that entry and its gradient."""
-    made = probe(factory, lr)
-    return not isinstance(made, NOT_ELEMENTWISE) and (is_known(made) or acts_elementwise(factory, lr))
 
 
 def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
@@ -259,13 +243,12 @@ def require_optimizer(level: str, factory: Factory) -> None:
         )
 
 
-def require_update_alone(factory: Factory, lr: Any) -> None:
-    """Raise if an upper optimizer evaluates gradients at points of its own."""
-    made = probe(factory, lr)
+def require_given_gradient(made: Optimizer, level: str, why: str) -> None:
+    """Raise if the optimizer of a level evaluates gradients at points of its own; ``why`` says that there is one."""
     if isinstance(made, AGD) or needs_closure(made):
         raise ValueError(
-            f"Invalid upper_optimizer value: {type(made).__name__} evaluates gradients at points of its own, but "
-            "there is one hypergradient for each step; use an optimizer that needs only that, such as SGD or Adam"
+            f"Invalid {level}_optimizer value: {type(made).__name__} evaluates gradients at points of its own, but "
+            f"{why}; use an optimizer that needs only that, such as SGD or Adam"
         )
 
 

@@ -15,7 +15,7 @@ from ..hypergradient.estimate import measured
 from ..oracle.oracle import Oracle
 from ..oracle.substitution import Substitution
 from ..problem.random import default_state, set_default_state
-from ..problem.tasks import LowerInit, fresh_start, length_of
+from ..problem.tasks import LowerInit, as_start, length_of
 from ..problem.vector import Vector, any_sharded
 from .step import StepInputs
 
@@ -55,11 +55,11 @@ def write_lower(
         generator: the optimizer's generator.
         one_process: False if the step is one of several processes, which cannot use ``init``.
     """
-    before, start = [t.detach().clone() for t in y], Vector()
+    live, before, start = Vector(y), Vector(y).detach().clone(), Vector()
     drawn, own = default_state(y[0].device), None if generator is None else generator.get_state()
 
     def put_back() -> None:
-        _write(y, before)
+        live.copy_(before)
         set_default_state(y[0].device, drawn)
         if generator is not None and own is not None:
             generator.set_state(own)
@@ -69,20 +69,14 @@ def write_lower(
             if not one_process or any_sharded(y):
                 raise ValueError(ONE_PROCESS)
             with Substitution(y, before, stacked=False):  # a graph of the start must not save the y that is overwritten
-                start = fresh_start(Vector(y), names, init)
-            _write(y, [t.detach().clone() for t in start])  # they may be the live tensors in another order
+                start = as_start(init(), live, names)
+            live.copy_(start.detach().clone())  # they may be the live tensors in another order
         if solver is not None:
             solver()
     except BaseException:
         put_back()
         raise
     return put_back, start if any(t.requires_grad for t in start) else None
-
-
-def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for t, value in zip(tensors, values, strict=True):
-            t.copy_(value)
 
 
 def alert_if_unsolved(oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Ranks, text_of
 from ..errors import NonFiniteError
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
@@ -30,7 +30,6 @@ from ..problem.parameters import (
     as_groups,
     by_level,
     consistently_named,
-    has_options_of_sgd,
     level_of,
     names_of,
     require_apart,
@@ -46,27 +45,27 @@ from ..problem.vector import Vector, any_sharded
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import GROWS, LED_AWAY, LowerRules
 from ..tracing import is_tracing
-from . import checkpoint
 from .auto_rate import (
     AUTO,
     MARGIN,
     MARGIN_OF_TERMS,
     SMALLER,
+    STIFFER,
     is_quiet,
     led_away,
     lower_rate,
-    stiffened,
     with_measured_rates,
 )
-from .checkpoint import OWN, initial_state, initialises
-from .declaration import UNDECLARED, MethodInfo, methods, register
+from .checkpoint import COUNTS, OWN, initial_state, initialises
+from .declaration import UNDECLARED, MethodInfo, register
 from .lower_checks import (
     LowerChecks,
     place_of_counts,
+    probe,
     rate_of,
+    require_given_gradient,
     require_optimizer,
     require_unlimited,
-    require_update_alone,
 )
 from .lower_start import alert_if_unsolved, remembered_tasks, require_task_memory, warn_of_forgetting, write_lower
 from .options import (
@@ -82,8 +81,6 @@ from .options import (
     is_generator,
     option,
     signature_of,
-    texts_of_arguments,
-    texts_of_options,
 )
 from .progress import DIVERGES, STILL, StepLength, watch_losses, watch_moves
 from .step import (
@@ -110,13 +107,22 @@ from .transaction import (
     reference_to_gradient,
     undo_of,
     writes_of,
-    writes_of_update,
 )
 from .upper_gradient import check_gradients, warn_of_spent
 
 MOST_CHECKS = 16  # different losses of one optimizer whose derivatives are checked
 _NONE_OF_SGD = OF_SGD.keys().isdisjoint
+PLAIN = (bool, int, float, str, tuple, type(None))
+# Arguments that may differ between ranks, or that are compared in another form (groups, and the optimizers made).
+NOT_COMPARED = (
+    "upper", "lower", "lr", "lower_lr", "upper_optimizer", "lower_optimizer", "process_group", "state_device",
+    "vectorize",
+)  # fmt: skip
 KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
+RECOMPUTED = (
+    "a loss seems to compute activations a second time, in backward, where torch.func.vmap does not reach them: leave "
+    "out torch.utils.checkpoint (or pass vectorize=False, if what it computes again does not read y)"
+)
 
 __all__ = ["Method"]
 
@@ -166,17 +172,19 @@ class Method(Options, Optimizer, ABC):
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Report a missing or unknown argument as the method's own, not a base class's."""
+        compared = {}
         if arguments or options:  # copying passes none
             try:
                 bound = cls.__signature__.bind(*arguments, **options)  # type: ignore[attr-defined]
             except TypeError as error:
-                raise argument_error(cls, error, arguments, options, methods().values()) from None
+                raise argument_error(cls, error, arguments, options) from None
             if options.get("process_group") is not None:
                 bound.apply_defaults()
-                made = super().__new__(cls)
-                made._arguments = texts_of_arguments(bound.arguments)
-                return made
-        return super().__new__(cls)
+                compared = {k: text_of(v) for k, v in bound.arguments.items() if k not in NOT_COMPARED}
+        made = super().__new__(cls)
+        if compared:
+            made._arguments = compared
+        return made
 
     def __init__(self, upper: Params, lower: Params, **options: Any) -> None:
         values = self._checked_options({"upper": upper, "lower": lower, **options})
@@ -209,7 +217,7 @@ class Method(Options, Optimizer, ABC):
                 process_group=values["process_group"],
             )
         if upper_optimizer is not None:
-            require_update_alone(upper_optimizer, lr)
+            require_given_gradient(probe(upper_optimizer, lr), "upper", "there is one hypergradient for each step")
         self._limits = limits_of(values["lower_clip"], values["lower_projection"], interior=self._stationary)
         self._lower_checks = LowerChecks(self._lower_factory, lower_lr)
         self._oracle_options = EvaluationOptions(
@@ -275,6 +283,8 @@ class Method(Options, Optimizer, ABC):
             except BaseException as error:
                 if put_back is not None and self._run_state.steps == done:  # else an interrupt has waited for the step
                     put_back()
+                if isinstance(error, RuntimeError) and "escaped from inside a function being vmapped" in str(error):
+                    raise RuntimeError(RECOMPUTED) from error
                 if not isinstance(error, NonFiniteError) or error.hint or not trend.above:
                     raise
                 raise NonFiniteError(
@@ -361,11 +371,22 @@ class Method(Options, Optimizer, ABC):
 
     def _decisive(self, groups: Groups) -> dict[str, str]:
         """Return the options that determine a step, besides losses, data and values, as texts by name."""
+        found: dict[str, Any] = {"method": type(self), "steps made": self._run_state.steps}
+        for name, value in vars(self).items():  # present values replace those of the arguments
+            if name in self._arguments or (isinstance(value, PLAIN) and not name.startswith("_")):
+                found[name] = value
+        for i, group in enumerate(self.param_groups):
+            entries = {name: v for name, v in group.items() if name not in ("params", "param_names", "level", OWN)}
+            entries["shapes"] = [tuple(p.shape) for p in group["params"] if p.requires_grad]
+            found |= {f"group {i}": group["level"], **{f"{name} of group {i}": v for name, v in entries.items()}}
         moved = self.declared.lower_optimizer != "none"
-        rules = {"upper": self._upper_rules, "lower": self._rules if moved else None}
-        return texts_of_options(
-            type(self), self._run_state.steps, vars(self), self._arguments, self.param_groups, groups, rules
-        )
+        for level, rules in (("upper", self._upper_rules), ("lower", self._rules if moved else None)):
+            kind, options = (None, []) if rules is None else rules.described(groups[level])
+            found[f"{level}_optimizer"] = kind
+            for name in options[0] if options else ():
+                values = [own.get(name) for own in options]
+                found[f"{name} of {level}_optimizer"] = values if len(values) > 1 else values[0]
+        return {**self._arguments, **{name: text_of(value) for name, value in found.items()}}
 
     def _step_inputs(
         self, oracle: Oracle, groups: Groups, random_inputs: Mapping[str, Any] | None = None
@@ -415,9 +436,9 @@ class Method(Options, Optimizer, ABC):
         lower, upper = recalled(self.state, y, SOLVER), recalled(self.state, x, UPPER_SOLVER)
         return {
             "memory": lower.memory,
+            "upper_memory": upper.memory,
             "tables": lower.tables,
             "solver": lower.solver if self.warm_start and self.lower_init is None else None,
-            "upper_memory": upper.memory,
             "upper_solver": None if self._upper_rules is None else upper.solver,
         }
 
@@ -515,7 +536,8 @@ class Method(Options, Optimizer, ABC):
                     raise
                 stiffer = True
             if stiffer:
-                inputs, smaller = stiffened(inputs, estimate), smaller - 1
+                curvature = estimate.memory[CURVATURE].times(STIFFER)
+                inputs, smaller = replace(inputs, memory={**inputs.memory, CURVATURE: curvature}), smaller - 1
             elif not alerts or self._reacts_to(inputs.numbers) not in alerts:
                 return estimate
             else:
@@ -532,9 +554,16 @@ class Method(Options, Optimizer, ABC):
             terms = {f"{level}_terms": own.terms for level, own in losses if own.terms}
             draws = self._draws(replace(inputs, numbers=inputs.numbers | terms))
             margin = MARGIN_OF_TERMS if self.declared.data == "finite_sum" else MARGIN
-            oracle, inputs, curvature, told = with_measured_rates(
-                oracle, inputs, draws, exact=self._exact_products, margin=margin
+            oracle, groups, rule, curvature, told = with_measured_rates(
+                oracle,
+                inputs.lower_groups,
+                inputs.rule,
+                inputs.memory.get(CURVATURE),
+                draws,
+                exact=self._exact_products,
+                margin=margin,
             )
+            inputs = replace(inputs, lower_groups=groups, rule=rule)
         estimate = self.estimate(oracle, inputs)
         if self._lower_solver is not None:
             alert_if_unsolved(oracle, inputs, estimate)
@@ -609,8 +638,6 @@ class Method(Options, Optimizer, ABC):
         """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
         if not self._one_loss and self.check_finite:
             state = self._run_state
-            if not losses.dim() and losses.is_cpu and state.upper_trend.is_usual(losses.item()):
-                return
             watch_losses(state.upper_trend, state.warned, state.steps, losses, self._slope if moves else lambda: None)
 
     def _watch_moves(self, loss: float, before: Sequence[Vector]) -> None:
@@ -658,31 +685,31 @@ class Method(Options, Optimizer, ABC):
         groups = by_level(self.param_groups)
         for group in groups["upper"]:
             group["params"] = [p for p in group["params"] if p.grad is not None]
-        moved = [p for group in groups["upper"] for p in group["params"]]
-        check_gradients(moved, self._run_state)
-        inputs = self._inputs(groups, moved, tensors_of(groups["lower"], "lower"))
-        with Transaction(self.generator, device=moved[0].device) as transaction:
-            update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
-            transaction.commit(self._update_writes(moved, update, {}), undo_of(self.state, moved, inputs.lower))
+        x = [p for group in groups["upper"] for p in group["params"]]
+        check_gradients(x, self._run_state)
+        with Transaction(self.generator, device=x[0].device) as transaction:
+            writes = self._update_writes(groups, x, Vector(p.grad for p in x))
+            transaction.commit(writes, undo_of(self.state, x, ()))
         self._run_state.written = {}  # our own update has changed the versions
-        warn_of_spent(moved, self._run_state)
+        warn_of_spent(x, self._run_state)
 
     @torch.no_grad()
-    def _update_writes_after(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Action]:
-        """Return the writes of the update of x from an estimate made elsewhere."""
-        inputs = self._inputs(by_level(self.param_groups), x, y).after(estimate)
-        return self._update_writes(x, self.update(Vector(x).detach(), estimate.gradient, inputs), estimate.numbers)
-
-    def _update_writes(self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]) -> list[Action]:
-        """Return the writes of an update of x and of plain numbers; ``numbers`` are the estimate's."""
-        y = [] if update.lower is None else self.parameters("lower")
-        writes = writes_of_update(self.state, moved, y, update, update.lower)
-        return [*writes, partial(vars(self).update, numbers={**self.numbers, **numbers, **update.numbers})]
+    def _update_writes(
+        self, groups: Groups, x: Sequence[Tensor], gradient: Vector, estimate: Estimate | None = None
+    ) -> list[Action]:
+        """Return the writes of an update of x along a gradient, that of an estimate made elsewhere, if there is one."""
+        y = tensors_of(groups["lower"], "lower")
+        inputs, numbers = self._inputs(groups, x, y), self.numbers
+        if estimate is not None:
+            inputs, numbers = inputs.after(estimate), numbers | estimate.numbers
+        update = self.update(Vector(x).detach(), gradient, inputs)
+        writes = writes_of(self.state, x, y, None, update)
+        return [*writes, partial(vars(self).update, numbers=numbers | update.numbers)]
 
     def parameters(self, level: str) -> list[Tensor]:
         """Return the parameters of one level that require a gradient."""
-        groups = [group["params"] for group in self.param_groups if group["level"] == level]
-        return tensors_of([{"params": [p for params in groups for p in params if p.requires_grad]}], level)
+        groups = [group for group in self.param_groups if group["level"] == level]
+        return tensors_of([{"params": [p for group in groups for p in group["params"] if p.requires_grad]}], level)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in ``torch.optim``, with a ``"level"``: ``"upper"`` or ``"lower"``."""
@@ -708,15 +735,23 @@ class Method(Options, Optimizer, ABC):
 
     def _heed_options_of_sgd(self, *added: dict[str, Any]) -> None:
         """Move x by torch's SGD if an upper group has options of it; refuse them where the method makes the steps."""
-        if all(map(_NONE_OF_SGD, self.param_groups)) and all(map(_NONE_OF_SGD, added)):
+        groups, moves_by_sgd = (*self.param_groups, *added), False
+        if all(map(_NONE_OF_SGD, groups)):
             return  # as in most steps
         accelerated = self._lower_checks.accelerated
         own_updates = {
             "upper": self.declared.upper_update and f"x: {self.declared.upper_update}",
             "lower": "y" if self.declared.lower_optimizer == "none" else "y: Nesterov's method" if accelerated else "",
         }
-        known = ("momentum",) if accelerated else ()
-        moves_by_sgd = has_options_of_sgd((*self.param_groups, *added), own_updates, type(self).__name__, known)
+        for group in groups:
+            level = group["level"]
+            for name in filter(group.get, OF_SGD):
+                if own_updates[level] and not (level == "lower" and accelerated and name == "momentum"):
+                    raise ValueError(
+                        f"Invalid {name} value: {group[name]} ({type(self).__name__} has its own update of "
+                        f"{own_updates[level]}; leave {name} out of the {level} groups)"
+                    )
+                moves_by_sgd = moves_by_sgd or level == "upper"
         if moves_by_sgd and self._upper_factory is None:
             self._upper_factory, self._upper_rules = SGD, LowerRules(SGD)
 
@@ -838,7 +873,7 @@ class Method(Options, Optimizer, ABC):
 
     def _place_of(self, name: str, parameter: Tensor) -> torch.device | None:
         """Return the device for a loaded entry of ``state[parameter]``; None: the device it was saved from."""
-        if not checkpoint.counts(name):
+        if name not in COUNTS:
             return parameter.device
         group = next(group for group in self.param_groups if any([p is parameter for p in group["params"]]))
         factory = self._upper_factory if group["level"] == "upper" else self._lower_factory

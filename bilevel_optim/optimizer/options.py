@@ -8,21 +8,17 @@ misspelt arguments. A type checker reads the same line (``typing.dataclass_trans
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, replace
-from typing import Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
+from typing import Any, ClassVar, Literal, dataclass_transform
 
 import torch
 from torch.optim import Optimizer
 
-from ..distributed.ranks import text_of
 from ..problem.parameters import is_count, is_number, require, require_choice
-from ..solvers.lower import LowerRules
-from .checkpoint import OWN
-from .step import Groups
+from .declaration import methods
 
 __all__ = [
     "FROM_ONE",
@@ -36,7 +32,6 @@ __all__ = [
     "choice",
     "chunk",
     "count",
-    "explain_bad_call",
     "factory",
     "fixed",
     "flag",
@@ -44,12 +39,7 @@ __all__ = [
     "is_generator",
     "number",
     "option",
-    "owner_of_common_options",
-    "parameters_of",
     "signature_of",
-    "texts_of_arguments",
-    "texts_of_options",
-    "wrong_call",
 ]
 
 REQUIRED = inspect.Parameter.empty
@@ -141,44 +131,53 @@ def number(
     """Declare a real number larger than ``above``, at least ``least`` and at most ``most``; or None if ``optional``."""
 
     def valid(value: Any) -> bool:
-        if value is None or not is_number(value):
-            return optional and value is None
+        if not is_number(value):
+            return False
         return bool(above < value) and bool(least <= value <= most) and (not finite or bool(value < math.inf))
 
     limits = {"above": above, "at least": least, "at most": most}
     bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit))
     kind = "a finite number" if finite and most == math.inf else "a number"
-    wording = _wording(f"{kind} {'of ' if bounds.startswith('at') else ''}{bounds}".strip(), optional)
-
-    def check(name: str, value: Any) -> None:
-        require(name, value, valid(value), wording)
-
-    return Option(check=check, default=default, saved=saved, alias=alias, settable=settable)
+    what = f"{kind} {'of ' if bounds.startswith('at') else ''}{bounds}".strip()
+    return _valid_option(valid, what, optional, default=default, saved=saved, alias=alias, settable=settable)
 
 
 def count(*, default: Any = REQUIRED, least: int = 0, optional: bool = False, saved: bool = False) -> Any:
     """Declare an integer that is at least ``least``; or None if ``optional``."""
 
     def valid(value: Any) -> bool:
-        return optional if value is None else is_count(value) and int(value) >= least
+        return is_count(value) and int(value) >= least
 
-    wording = _wording(f"an integer of at least {least}", optional)
-    return Option(check=lambda name, value: require(name, value, valid(value), wording), default=default, saved=saved)
+    return _valid_option(valid, f"an integer of at least {least}", optional, default=default, saved=saved)
 
 
 def flag(*, default: Any = REQUIRED, optional: bool = False) -> Any:
     """Declare True or False; or None if ``optional``."""
+    return _valid_option(lambda value: isinstance(value, bool), "True or False", optional, default=default)
+
+
+def function(*, default: Any = REQUIRED) -> Any:
+    """Declare a function, or None."""
+    return _valid_option(callable, "a function", True, default=default)
+
+
+def chunk(*, default: Any = REQUIRED) -> Any:
+    """Declare True, False, or a chunk size."""
 
     def valid(value: Any) -> bool:
-        return isinstance(value, bool) or (optional and value is None)
+        return isinstance(value, bool) or (is_count(value) and value > 0)
 
-    wording = _wording("True or False", optional)
-    return Option(check=lambda name, value: require(name, value, valid(value), wording), default=default)
+    return _valid_option(valid, "True, False or an integer of at least 1", False, default=default)
 
 
-def _wording(kind: str, optional: bool) -> str:
-    """Return the message for a value that is not of this kind."""
-    return f"Invalid {{name}} value: {{value}} (it must be {kind}{' or None' if optional else ''})"
+def _valid_option(valid: Callable[[Any], bool], what: str, optional: bool, **rest: Any) -> Option:
+    """Return an option whose values are valid, or None if ``optional``; errors call them ``what``."""
+    wording = f"Invalid {{name}} value: {{value}} (it must be {what}{' or None' if optional else ''})"
+
+    def check(name: str, value: Any) -> None:
+        require(name, value, (optional and value is None) or valid(value), wording)
+
+    return Option(check=check, **rest)
 
 
 def choice(*values: str, default: Any = REQUIRED, or_positive: bool = False, alias: str | None = None) -> Any:
@@ -190,14 +189,6 @@ def choice(*values: str, default: Any = REQUIRED, or_positive: bool = False, ali
     return Option(check=check, default=default, alias=alias)
 
 
-def function(*, default: Any = REQUIRED) -> Any:
-    """Declare a function, or None."""
-    wording = _wording("a function", optional=True)
-    return Option(
-        check=lambda name, value: require(name, value, value is None or callable(value), wording), default=default
-    )
-
-
 def factory(*, default: Any = REQUIRED) -> Any:
     """Declare a function that makes an optimizer from parameter groups, or None."""
 
@@ -205,16 +196,6 @@ def factory(*, default: Any = REQUIRED) -> Any:
         if not (value is None or callable(value)):
             shown = type(value).__name__ if isinstance(value, Optimizer) else value
             raise ValueError(f"Invalid {name} value: {shown}{HINT}")
-
-    return Option(check=check, default=default)
-
-
-def chunk(*, default: Any = REQUIRED) -> Any:
-    """Declare True, False, or a chunk size."""
-
-    def check(name: str, value: Any) -> None:
-        wording = "Invalid {name} value: {value} (it must be True, False or an integer of at least 1)"
-        require(name, value, isinstance(value, bool) or (is_count(value) and value > 0), wording)
 
     return Option(check=check, default=default)
 
@@ -286,23 +267,6 @@ class Options:
         return values
 
 
-def parameters_of(cls: type[Options]) -> dict[str, inspect.Parameter]:
-    """Return a class's options as keyword arguments, in the order in which they were declared, base class first."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return {
-        name: inspect.Parameter(name, kind, default=one.default, annotation=one.annotation)
-        for name, one in cls._options.items()
-        if one.init
-    }
-
-
-def owner_of_common_options(cls: type[Options]) -> type[Options]:
-    """Return the base class that declares the options which all methods have."""
-    return next(owner for owner in reversed(cls.__mro__) if issubclass(owner, Options) and owner._options)
-
-
-Verb = TypeVar("Verb", bound=Callable[..., Any])
-
 # Words of other libraries and of papers, with the words of this one.
 WORDS = {
     "inner": "lower", "unroll": "lower", "unrolled": "lower", "unrolling": "lower", "y": "lower", "outer": "upper",
@@ -311,8 +275,6 @@ WORDS = {
     "optim": "optimizer", "lr": "lr", "rate": "lr", "learning": "", "num": "", "n": "", "number": "", "of": "",
     "max": "",
 }  # fmt: skip
-# The same for arguments of public methods.
-PARTS = {"inner": "lower", "outer": "upper", "loss": "", "fn": "", "objective": "", "sampler": "tasks"}
 WHOLE = {"upper_lr": "lr", "lambda": "nu", "lam": "nu", "penalty": "nu", "upper_steps": "step"}
 # Options of torch's optimizers, and an optimizer that has each.
 OF_TORCH = {
@@ -325,33 +287,29 @@ FIRST = ("upper", "lower", "lr", "lower_lr", "lower_steps")  # then the method's
 
 def signature_of(cls: type[Options]) -> inspect.Signature:
     """Return the signature of a method: its options by name, and the arguments of an ``__init__`` of its own."""
-    base = owner_of_common_options(cls)
-    options, common = parameters_of(cls), parameters_of(base)
+    # The first class with options declares the common ones.
+    base = next(owner for owner in reversed(cls.__mro__) if issubclass(owner, Options) and owner._options)
     found: dict[str, inspect.Parameter] = {}
+    takes_options = True
     for owner in cls.__mro__[: cls.__mro__.index(base) + 1]:
-        if "__init__" in vars(owner):
+        if takes_options and "__init__" in vars(owner):
             own = [*inspect.signature(vars(owner)["__init__"]).parameters.values()][1:]
             named = [p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
             found |= {p.name: p for p in named if p.name not in found}
-            if not any(p.kind is p.VAR_KEYWORD for p in own):
-                return _ordered(found)
-    order = [*FIRST, *(name for name in options if name not in common), *common]
-    return _ordered(found | {name: options[name] for name in order if name in options and name not in found})
-
-
-def _ordered(parameters: Mapping[str, inspect.Parameter]) -> inspect.Signature:
-    """Return the signature with the positional parameters before the keyword-only ones."""
-    return inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
+            takes_options = any(p.kind is p.VAR_KEYWORD for p in own)
+    options = {name: one for name, one in cls._options.items() if one.init and takes_options}
+    order = [*FIRST, *(name for name in options if name not in base._options), *base._options]
+    for name in order:
+        if name in options and name not in found:
+            kind, one = inspect.Parameter.KEYWORD_ONLY, options[name]
+            found[name] = inspect.Parameter(name, kind, default=one.default, annotation=one.annotation)
+    return inspect.Signature(sorted(found.values(), key=lambda p: p.kind))  # positional parameters first
 
 
 def argument_error(
-    cls: type[Any],
-    error: TypeError,
-    arguments: tuple[Any, ...],
-    options: Mapping[str, Any],
-    methods: Iterable[type[Any]],
+    cls: type[Any], error: TypeError, arguments: tuple[Any, ...], options: Mapping[str, Any]
 ) -> TypeError:
-    """Return the error for a method's constructor called with wrong arguments; ``methods`` are all known methods."""
+    """Return the error for a method's constructor called with wrong arguments."""
     name, known = cls.__name__, signature_of(cls).parameters
     unknown = [option for option in options if option not in known]
     if len(arguments) > 2:
@@ -362,11 +320,11 @@ def argument_error(
     if not unknown:
         usual = " (10 is usual; bo.suggest tries some)" if "'lower_steps'" in str(error) else ""
         return TypeError(f"{name}: {error}{usual}")
-    texts = [f"{name} has no option {option!r}{_hint(cls, option, [*known], methods)}" for option in unknown]
+    texts = [f"{name} has no option {option!r}{_hint(option, [*known])}" for option in unknown]
     return TypeError("\n".join(texts))
 
 
-def _hint(cls: type[Any], option: str, known: list[str], methods: Iterable[type[Any]]) -> str:
+def _hint(option: str, known: list[str]) -> str:
     if option == "lower_steps":
         return ": it is a single loop, with one lower step in each step; leave lower_steps out"
     takers = [name for name in ("upper_optimizer", "lower_optimizer") if name in known]
@@ -378,99 +336,9 @@ def _hint(cls: type[Any], option: str, known: list[str], methods: Iterable[type[
     meant = next((name for name in (WHOLE.get(plain), plain) if name in known), None)
     if meant is not None and meant != option:
         return f"; did you mean {meant!r}?" + (" (one over the penalty's multiplier)" if meant == "nu" else "")
-    owners = [method.__name__ for method in methods if option in signature_of(method).parameters]
+    owners = [method.__name__ for method in methods().values() if option in signature_of(method).parameters]
     if owners:
         others = ", ..." if len(owners) > 3 else ""
         return f", which is an option of {', '.join(owners[:3])}{others}"
     close = difflib.get_close_matches(option, known, 1, 0.7) or difflib.get_close_matches(plain, known, 1, 0.7)
     return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(known)}"
-
-
-def explain_bad_call(sentence: str = "") -> Callable[[Verb], Verb]:
-    """Decorate a function so that a call with wrong arguments raises an error with a hint."""
-
-    def decorated(verb: Verb) -> Verb:
-        @functools.wraps(verb)
-        def called(*arguments: Any, **named: Any) -> Any:
-            try:
-                return verb(*arguments, **named)
-            except TypeError as error:
-                if (told := wrong_call(verb, error, named, sentence)) is None:
-                    raise
-                raise told from None
-
-        return cast(Verb, called)
-
-    return decorated
-
-
-def wrong_call(
-    verb: Callable[..., Any], error: TypeError, named: Mapping[str, Any], sentence: str = ""
-) -> TypeError | None:
-    """Return the error for a function called with wrong arguments; None if the error comes from inside the function."""
-    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-        return None
-    parameters = inspect.signature(verb).parameters
-    known = [name for name in parameters if name != "self"]
-    hints = [_near(name, known) for name in named if name not in known]
-    if "were given" in str(error):
-        named_only = [name for name in known if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
-        hints = [f"pass these by name: {', '.join(named_only)}"]
-    hints = [sentence] if sentence else hints
-    return TypeError(": ".join([str(error), *hints]))
-
-
-def _near(name: str, known: list[str]) -> str:
-    plain = "_".join(word for word in (PARTS.get(word, word) for word in name.lower().split("_")) if word)
-    close = [plain] if plain in known else difflib.get_close_matches(name, known, 1, 0.7)
-    return f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
-
-
-PLAIN = (bool, int, float, str, tuple, type(None))
-# Arguments that may differ between ranks, or that are compared in another form (groups, and the optimizers made).
-NOT_COMPARED = (
-    "upper", "lower", "lr", "lower_lr", "upper_optimizer", "lower_optimizer", "process_group", "state_device",
-    "vectorize",
-)  # fmt: skip
-
-
-def texts_of_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return the arguments of a constructor that are compared, as texts by name."""
-    return {name: text_of(value) for name, value in arguments.items() if name not in NOT_COMPARED}
-
-
-def texts_of_options(
-    method: type[Any],
-    steps: int,
-    attributes: Mapping[str, Any],
-    arguments: Mapping[str, str],
-    groups: Sequence[Mapping[str, Any]],
-    groups_of: Groups,
-    rules: Mapping[str, LowerRules | None],
-) -> dict[str, str]:
-    """Return the options that determine a step, besides losses, data and values, as texts by name.
-
-    Args:
-        method: class of the method.
-        steps: outer steps made.
-        attributes: attributes of the method, whose present values replace those of the arguments.
-        arguments: result of `texts_of_arguments`.
-        groups: all parameter groups.
-        groups_of: those of each level.
-        rules: update of each level by its optimizer; None if there is none.
-    """
-    found: dict[str, Any] = {"method": method, "steps made": steps}
-    for name, value in attributes.items():
-        if name in arguments or (isinstance(value, PLAIN) and not name.startswith("_")):
-            found[name] = value
-    for i, group in enumerate(groups):
-        entries = {name: v for name, v in group.items() if name not in ("params", "param_names", "level", OWN)}
-        entries["shapes"] = [tuple(p.shape) for p in group["params"] if p.requires_grad]
-        found |= {f"group {i}": group["level"], **{f"{name} of group {i}": v for name, v in entries.items()}}
-    for level, own_rules in rules.items():
-        kind, options = (None, []) if own_rules is None else own_rules.described(groups_of[level])
-        found[f"{level}_optimizer"] = kind
-        for name in options[0] if options else ():
-            values = [own.get(name) for own in options]
-            found[f"{name} of {level}_optimizer"] = values if len(values) > 1 else values[0]
-    return {**arguments, **{name: text_of(value) for name, value in found.items()}}

@@ -88,9 +88,6 @@ class UpperTrend:
         The first three losses set the scale, because y goes to its solution. If one of x's first moves was so long that
         it promised to lower f by more than the rise, then it was that move.
         """
-        if self.count >= EARLY and loss <= max(self.last, self.first or 0.0):  # a shortcut with the same result
-            self.above, self.count, self.last = 0, self.count + 1, loss
-            return False
         if self.first is None:
             self.first = self.last = loss
         scale = max(abs(self.first), self.spread)
@@ -104,15 +101,15 @@ class UpperTrend:
         self.count, self.last = self.count + 1, loss
         return self.above == 2
 
-    def describe_rise(self, losses: Sequence[float]) -> str:
-        """Note losses of one window; return a description if windows rise faster and faster, or stay far above.
+    def describe_rise(self, loss: float) -> str:
+        """Add a loss to its window; return a description if windows rise faster and faster, or stay far above.
 
         Faster: three in a row lie entirely above the one before, each by more than the last one, and in the end a tenth
         above the first loss. Far: two in a row lie above the first window by more than the size of the first loss.
         If moves of x promised to lower f by less than a third of the rise, or if the rise slows down, then f rises
         because y goes to its solution. Only `RISE` is far then.
         """
-        self.window += losses
+        self.window.append(loss)
         if len(self.window) < WINDOW or self.first is None:
             return ""
         least, most = min(self.window), max(self.window)
@@ -151,22 +148,17 @@ def watch_losses(
     """
     # Reading a loss on a device waits for the device.
     looks = losses.is_cpu or steps % LOOKS < losses.numel()
-    values = [] if not looks else losses.tolist() if losses.dim() else [losses.item()]
+    values = losses.reshape(-1).tolist() if looks else []
     begins, ends = trend.count < WINDOW, len(trend.window) + len(values) >= WINDOW  # a window of losses
     if values and (begins or ends) and (here := slope()) is not None:
         trend.promised += here.norm * here.length * (len(values) if begins else max(len(values), WINDOW))
-    # None of many is above the first loss: a shortcut with the same result.
-    quiet = len(values) > 1 and trend.count >= WINDOW and max(values) <= (trend.first or 0.0)
-    if quiet:
-        trend.above, trend.count, trend.last = 0, trend.count + len(values), values[-1]
-    done = 0
-    while done < len(values):
-        some = values[done : done + (WINDOW - len(trend.window) if quiet else 1)]
-        done += len(some)
-        if not quiet and trend.note_loss(some[0]) and "growing upper loss" not in warned:
+    for loss in values:
+        if trend.is_usual(loss):
+            continue
+        if trend.note_loss(loss) and "growing upper loss" not in warned:
             warned.add("growing upper loss")
             warn(f"{trend.text}: the run diverges. {DIVERGES}")
-        said = trend.describe_rise(some)
+        said = trend.describe_rise(loss)
         if said and not warned & {"growing upper loss", "worse upper loss"}:
             warned.add("worse upper loss")
             warn(

@@ -84,7 +84,8 @@ def task_mean(
         if rows is not None:
             rows.note(some, y)
         for memory in memories:
-            memory.note(some, found.memory[memory.name])
+            if memory.name in found.memory:
+                memory.note(some, found.memory[memory.name])
         estimates.insert(0, replace(found, start=None, lower=None, solver=None))  # frees graphs and copies of y
     loss, gradient, mean = inputs.ranks.total(loss, gradient, mean)
     # The state of x is kept; that of the tasks' y is dropped.
@@ -155,7 +156,7 @@ def _stored(tables: Sequence[_Rows]) -> dict[str, Any]:
     """Return the fields of an estimate that store the noted rows."""
     new: dict[str, Tensor] = {}
     writes: list[Write] = []
-    for rows in tables:
+    for rows in [rows for rows in tables if rows.noted]:
         ids, values = (torch.cat(parts) for parts in zip(*rows.noted, strict=True))
         if rows.is_new:
             new[rows.name] = rows.table.index_copy(0, ids, values)

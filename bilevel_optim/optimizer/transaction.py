@@ -43,16 +43,13 @@ __all__ = [
     "make",
     "owned",
     "recalled",
-    "recast",
     "reference_to_gradient",
     "remember",
     "remember_solver",
-    "remember_tables",
     "set_gradients",
     "undo_of",
     "write_rows",
     "writes_of",
-    "writes_of_update",
 ]
 
 Action = Callable[[], object]
@@ -241,45 +238,38 @@ def make(writes: Sequence[Action]) -> None:
 
 
 def writes_of(
-    state: State, x: Sequence[Tensor], y: Sequence[Tensor], estimate: Estimate, update: Update | None = None
+    state: State,
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    estimate: Estimate | None,
+    update: Update | None,
 ) -> list[Action]:
-    """Return the writes of an estimate for these live tensors, ``.grad`` of x included, and of the update of x."""
-    # Copies, because gradients are clipped in place.
-    gradients = [gradient.detach().clone() for gradient in estimate.gradient]
-    writes: list[Action] = [partial(write_rows, estimate.writes)] if estimate.writes else []
-    writes.append(partial(set_gradients, x, gradients))
-    if estimate.memory:
-        writes.append(partial(remember, state, y, estimate.memory))
-    if estimate.upper_memory:
-        writes.append(partial(remember, state, x, estimate.upper_memory))
-    if estimate.tables:
-        writes.append(partial(remember_tables, state, y, estimate.tables))
-    if estimate.solver is not None:
-        writes.append(partial(remember_solver, state, y, estimate.solver))
-    if update is not None:
-        lower = estimate.lower if update.lower is None else update.lower
-        return writes + writes_of_update(state, x, y, update, lower)
-    if estimate.lower is not None:
-        writes.append(partial(_write_values, Vector(y), estimate.lower))  # last, because the state may hold the old y
-    return writes
-
-
-def writes_of_update(
-    state: State, x: Sequence[Tensor], y: Sequence[Tensor], update: Update, lower: Vector | None
-) -> list[Action]:
-    """Return the writes of an update of x and of a new y; values last, because the state may hold the old ones."""
+    """Return the writes of an estimate for these live tensors, ``.grad`` of x included, and of an update of x."""
     writes: list[Action] = []
-    if update.writes:
-        writes.append(partial(write_rows, update.writes))
-    if update.upper_memory:
-        writes.append(partial(remember, state, x, update.upper_memory))
-    if update.solver is not None:
-        writes.append(partial(remember_solver, state, x, update.solver, UPPER_SOLVER))
-    if lower is None:
-        writes.append(partial(_write_values, Vector(x), update.x))
-    else:
-        writes.append(partial(_write_values, Vector((*y, *x)), (*lower, *update.x)))
-    return writes
+    lower = None
+    if estimate is not None:
+        # Copies, because gradients are clipped in place.
+        gradients = [gradient.detach().clone() for gradient in estimate.gradient]
+        tables = {TABLE + name: [table] for name, table in estimate.tables.items()}
+        writes += [
+            partial(write_rows, estimate.writes),
+            partial(set_gradients, x, gradients),
+            partial(remember, state, y, estimate.memory),
+            partial(remember, state, x, estimate.upper_memory),
+            partial(remember, state, y[:1], tables),
+        ]
+        if estimate.solver is not None:
+            writes.append(partial(remember_solver, state, y, estimate.solver))
+        lower = estimate.lower
+    if update is not None:
+        writes += [partial(write_rows, update.writes), partial(remember, state, x, update.upper_memory)]
+        if update.solver is not None:
+            writes.append(partial(remember_solver, state, x, update.solver, UPPER_SOLVER))
+        lower = lower if update.lower is None else update.lower
+    live = (*(() if lower is None else y), *(() if update is None else x))
+    values = (*(lower or ()), *(() if update is None else update.x))
+    # Last, because the state may hold the old values.
+    return [*writes, partial(_write_values, Vector(live), values)] if live else writes
 
 
 def undo_of(state: State, x: Sequence[Tensor], y: Sequence[Tensor]) -> Callable[[], None]:
@@ -364,7 +354,7 @@ def recalled(state: State, parameters: Sequence[Tensor], prefix: str) -> Recalle
 _NOTHING: Mapping[str, Any] = {}
 
 
-def remember(state: State, parameters: Sequence[Tensor], memory: Mapping[str, Vector | None]) -> None:
+def remember(state: State, parameters: Sequence[Tensor], memory: Mapping[str, Sequence[Tensor] | None]) -> None:
     """Write state entries; None deletes an entry."""
     for name, vector in memory.items():
         if vector is None:
@@ -396,29 +386,6 @@ def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory, 
                 del kept[name]
         for name, value in entries.items():
             kept[prefix + name] = owned(value, parameter)
-
-
-def remember_tables(state: State, parameters: Sequence[Tensor], tables: Mapping[str, Tensor]) -> None:
-    """Write new tables."""
-    for name, table in tables.items():
-        state[parameters[0]][TABLE + name] = table.detach()
-
-
-def recast(
-    state: State, parameters: Sequence[Tensor], before: Sequence[torch.dtype] | None, kinds: Sequence[torch.dtype]
-) -> None:
-    """Cast state entries that have the old type of a parameter to its new type."""
-    if before is None:
-        return
-    changes = {pair for pair in zip(before, kinds, strict=False) if pair[0] != pair[1]}
-    # Tables mix all parameters, so they keep their type if it has become two.
-    common = {old: new for old, new in changes if sum(pair[0] == old for pair in changes) == 1}
-    for parameter, old, new in zip(parameters, before, kinds, strict=False):
-        for name, value in state.get(parameter, _NOTHING).items():
-            if isinstance(value, Tensor) and not name.endswith(OWN_TYPE):
-                to = common.get(value.dtype) if name.startswith(TABLE) else new if value.dtype == old else None
-                if to is not None:
-                    state[parameter][name] = value.to(to)
 
 
 # Counts, times of rows and probabilities of tasks have a type of their own.
@@ -464,10 +431,19 @@ class RunState:
     def follow(self, state: State, groups: Iterable[Mapping[str, Any]]) -> None:
         """Cast the state if parameters of the groups have been cast since (``module.float()``)."""
         parameters = [p for group in groups for p in group["params"]]
-        kinds = tuple([p.dtype for p in parameters])
-        if kinds != self.kinds:
-            recast(state, parameters, self.kinds, kinds)
-            self.kinds = kinds
+        before, kinds = self.kinds, tuple([p.dtype for p in parameters])
+        self.kinds = kinds
+        if before is None or kinds == before:
+            return
+        changes = {pair for pair in zip(before, kinds, strict=False) if pair[0] != pair[1]}
+        # Tables mix all parameters, so they keep their type if it has become two.
+        common = {old: new for old, new in changes if sum(pair[0] == old for pair in changes) == 1}
+        for parameter, old, new in zip(parameters, before, kinds, strict=False):
+            for name, value in state.get(parameter, _NOTHING).items():
+                if isinstance(value, Tensor) and not name.endswith(OWN_TYPE):
+                    to = common.get(value.dtype) if name.startswith(TABLE) else new if value.dtype == old else None
+                    if to is not None:
+                        state[parameter][name] = value.to(to)
 
     def after(self, session: Session, loss: Tensor) -> dict[str, Any]:
         """Return the attributes' values after a step."""
@@ -502,4 +478,6 @@ class RunState:
         self.counts.update(saved["oracle_counts"])
         self.warned = self.warned | {*saved.get("warned", ())}  # older states have no such entry
         self.written = {}  # parameters are loaded too, before or after this
+        # The first step casts the state to the current types.
+        self.kinds = tuple(getattr(torch, name) for name in saved["types"]) if "types" in saved else None
         self.found = LossFacts(fallback=saved["fallback"])  # the other facts are found again, as by a new optimizer

@@ -32,18 +32,13 @@ def advance_buffers(oracle: Oracle, y: Sequence[Tensor] | None) -> None:
     if sample is None or not session.buffers_skipped:
         return
     oracle.count("loss")
-    here = oracle.at(lower=y)
-    if not isinstance(sample.loss, LaneLoss):
-        with here.placed():
-            here.call(sample, graph=False)
-        return
-    lanes = sample.loss
-    alone = Sample(lanes.loss, (select(sample.arguments[0], 0),), once=True)
-    if sample.features is not None and oracle.g.features is not None:
-        alone.features = Sample(oracle.g.features, alone.arguments, once=True)
-    if lanes.leaves[-1].dim() == oracle.y[-1].dim():  # y has rows
-        with torch.no_grad(), Substitution(lanes.live, [t.detach()[0] for t in lanes.leaves], stacked=False):
-            alone()
-    else:
-        with here.placed():
-            here.call(alone, graph=False)
+    here, lanes = oracle.at(lower=y), sample.loss
+    if isinstance(lanes, LaneLoss):
+        features = None if sample.features is None else oracle.g.features
+        sample = Sample(lanes.loss, (select(sample.arguments[0], 0),), once=True, features=features)
+        if lanes.leaves[-1].dim() == oracle.y[-1].dim():  # y has rows
+            with torch.no_grad(), Substitution(lanes.live, [t.detach()[0] for t in lanes.leaves], stacked=False):
+                sample()
+            return
+    with here.placed():
+        here.call(sample, graph=False)

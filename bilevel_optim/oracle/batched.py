@@ -40,6 +40,7 @@ def run(
     *,
     possible: bool = True,
     lanes: bool = True,
+    new: frozenset[str] = frozenset(),
     first: Callable[[], None] | None = None,
 ) -> list[Part]:
     """Return the results of n evaluations, in parts.
@@ -54,6 +55,7 @@ def run(
         alone: evaluates one of them.
         possible: False if these cannot be batched (this time).
         lanes: whether they are, or contain, evaluations of several tasks.
+        new: the losses, as in `LossFacts`, that are not known to work under vmap.
         first: check of the batched evaluation; raises if it cannot be trusted.
     """
     size = session.options.at_once(n)
@@ -72,13 +74,19 @@ def run(
         return [together(part) for part in slices(size, n)]
 
     try:
-        return attempt()
+        parts = attempt()
+        session.found.vmapped |= new
+        return parts
     except Unsuited as error:
         reason = str(error)
     except Exception as error:
         require_uninterrupted(error)
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        if _passes(attempt):  # then vmap was not the cause
+        try:
+            attempt()
+        except Exception as again:
+            require_uninterrupted(again)
+        else:  # then vmap was not the cause
             raise
     results = [alone(i) for i in range(n)]
     if session.one_by_one:  # which is asked again in each step
@@ -98,15 +106,6 @@ def _look(session: Session) -> str:
 def slices(size: int, n: int) -> list[slice]:
     """Split n items into slices of ``size``."""
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
-
-
-def _passes(attempt: Callable[[], object]) -> bool:
-    try:
-        attempt()
-    except Exception as error:
-        require_uninterrupted(error)
-        return False
-    return True
 
 
 def no_large_convolutions(loss: Tensor) -> None:

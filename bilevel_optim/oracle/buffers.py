@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -95,12 +95,9 @@ class Buffers:
         found = [getattr(m, name) for m, names in self._changing.items() if m.training for name in sorted(names)]
         return [buffer for buffer in found if buffer is not None]
 
-    def kept(self) -> AbstractContextManager[Kept]:
-        """Context: restore the buffers that the block changes; yield a `Kept`, which records the changes."""
-        return nullcontext(Kept({}, self)) if self.constant else self._kept()
-
     @contextmanager
-    def _kept(self) -> Generator[Kept]:
+    def kept(self) -> Generator[Kept]:
+        """Context: restore the buffers that the block changes; yield a `Kept`, which records the changes."""
         with self._noted() as before:
             block = Kept(before, self)
             try:
@@ -126,7 +123,10 @@ class Buffers:
                 (module, name): (buffer.detach().clone(), version_of(buffer))
                 for module, names in self._changing.items()
                 for name in names
-                if self._moves(module) and (buffer := getattr(module, name)) is not None and not is_lazy(buffer)
+                # An evaluation may change a module that trains, or whose mode losses switch.
+                if (module.training or (module in self._called[True] and module in self._called[False]))
+                and (buffer := getattr(module, name)) is not None
+                and not is_lazy(buffer)
             }
             return
         before: Before = {}
@@ -150,13 +150,9 @@ class Buffers:
         with _NOTES.on(note):
             yield before
 
-    def _moves(self, module: nn.Module) -> bool:
-        """Return True if an evaluation may change a module: it trains, or losses switch its mode."""
-        return module.training or (module in self._called[True] and module in self._called[False])
-
     def _restored(self, before: Before) -> bool:
         """Restore recorded values; return True if there were any to restore."""
-        found, idle = False, self._still_idle(before)
+        found, idle = False, self.still_idle(before)
         for (module, name), (value, _) in before.items():
             buffer = getattr(module, name)
             if buffer is not None and (self.complete or not torch.equal(buffer, value)):
@@ -167,19 +163,7 @@ class Buffers:
                 buffer.data.copy_(value)  # graphs that saved the buffer with this value stay valid
         return found
 
-    def has_moved(self, before: Before) -> bool:
-        """Return True if buffers differ from their values before a block, or may differ."""
-        if not before:
-            return False
-        if self.complete:  # a comparison would wait for the device
-            idle = self._still_idle(before)
-            return any(module not in idle for module, _ in before)
-        return any(
-            (buffer := getattr(module, name)) is not None and not torch.equal(buffer, value)
-            for (module, name), (value, _) in before.items()
-        )
-
-    def _still_idle(self, before: Before) -> set[nn.Module]:
+    def still_idle(self, before: Before) -> set[nn.Module]:
         """Return the normalisations that nothing has called since either: the versions of their buffers show it."""
         if self._idle:
             self._idle -= {m for (m, name), (_, version) in before.items() if version_of(getattr(m, name)) != version}
@@ -196,7 +180,15 @@ class Kept:
 
     def moved(self) -> bool:
         """Return True if graphs of the block are not valid after it: they may have saved buffers that it restores."""
-        return self._buffers.has_moved(self._before)
+        if not self._before:
+            return False
+        if self._buffers.complete:  # a comparison would wait for the device
+            idle = self._buffers.still_idle(self._before)
+            return any(module not in idle for module, _ in self._before)
+        return any(
+            (buffer := getattr(module, name)) is not None and not torch.equal(buffer, value)
+            for (module, name), (value, _) in self._before.items()
+        )
 
 
 class _Notes(threading.local):
@@ -231,9 +223,7 @@ class _Notes(threading.local):
 _NOTES = _Notes()
 
 
-def unnoted() -> AbstractContextManager[None]:
-    """Run a block without the hooks that this thread has set."""
-    return _NOTES.off()
+unnoted = _NOTES.off
 
 
 def _expect_hooks() -> None:
@@ -261,12 +251,7 @@ def _identity(loss: Any) -> tuple[Any, list[weakref.ref[nn.Module]]]:
         function, held = loss.func, [*loss.args, *loss.keywords.values()]
     if not isinstance(function, FunctionType):
         return type(function), []
-    for cell in function.__closure__ or ():
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
-    held += function.__defaults__ or ()
+    held += _held(function)
     return function.__code__, [weakref.ref(value) for value in held if isinstance(value, nn.Module)]
 
 
@@ -293,15 +278,20 @@ def modules_of(loss: Any) -> Iterator[nn.Module]:
         left += _parts(value)
 
 
+def _held(function: FunctionType) -> Iterator[Any]:
+    """Yield the objects in a function's closure, and its default arguments."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield from function.__defaults__ or ()
+
+
 def _parts(value: Any) -> Iterator[Any]:
     """Yield the objects that an object refers to."""
     if isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-        yield from value.__defaults__ or ()
+        yield from _held(value)
         yield from (value.__kwdefaults__ or {}).values()
         yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
     elif isinstance(value, types.MethodType):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from . import batched
 from .differentiable import custom_operations, products_of
 from .hooks import on_copies
 from .oracle import Oracle
-from .point import none_to_zeros
+from .point import afresh, none_to_zeros
 from .stacks import mapped
 from .substitution import Substitution
 
@@ -58,8 +59,8 @@ class Copies:
         self.oracle.count("loss", len(self))
         found = []
         for own in _parts(sample):
-            term = level, own, [1.0] * len(self)
-            found.append(torch.cat(self._run([term], partial(self._values_of, term), partial(self._value_at, term))))
+            (values,), _ = self._slopes_of_parts("", [(level, own, [1.0] * len(self))])
+            found.append(values)
         (mean,) = self.oracle.averaged(_mean(found))
         return mean  # type: ignore[no-any-return]
 
@@ -100,7 +101,7 @@ class Copies:
             if level == "lower":  # all of it, not its last part
                 oracle.session.lower_sample = samples if isinstance(samples, Sample) else samples[-1]
             oracle.session.note_use(level, oracle, samples if isinstance(samples, Sample) else samples[0])
-        *means, total = oracle.averaged(*[_mean(found) for found in values], _sum(gradients))
+        *means, total = oracle.averaged(*[_mean(found) for found in values], reduce(add, gradients))
         return means, total
 
     def _slopes_of_parts(self, wrt: str, terms: Sequence[Term]) -> tuple[list[Tensor], Vector]:
@@ -110,7 +111,7 @@ class Copies:
         values, gradients = zip(*parts, strict=True)
         joined = [torch.cat(own) for own in zip(*values, strict=True)]
         if wrt == "upper":
-            return joined, _sum(gradients)
+            return joined, reduce(add, gradients)
         return joined, Vector(torch.cat(ts) for ts in zip(*gradients, strict=True))
 
     # ------------------------------------------------------------------------------------------------ together or alone
@@ -119,20 +120,17 @@ class Copies:
         self, terms: Sequence[Term], together: Callable[[slice], Part], alone: Callable[[int], Part]
     ) -> list[Part]:
         """Return results of all points together, in chunks, or one by one."""
-        session, n = self.oracle.session, len(self)
         new = self._new(terms)
-        parts = batched.run(
-            session,
-            n,
+        return batched.run(
+            self.oracle.session,
+            len(self),
             together,
             alone,
             possible=not self.oracle.sharded and all([_can_be_stacked(samples) for _, samples, _ in terms]),
             lanes=self.oracle.lanes is not None,
+            new=new,
             first=partial(self._require_redirection, terms) if new else None,
         )
-        if new and n > 1 and session.vmaps(self.oracle.lanes is not None) and session.options.at_once(n) > 1:
-            session.found.vmapped |= new
-        return parts
 
     def _new(self, terms: Sequence[Term]) -> frozenset[str]:
         """Return the losses that are not known to work under vmap."""
@@ -143,7 +141,7 @@ class Copies:
         at = [t[0] for t in (self.lower if self.upper is None else (*self.lower, *self.upper))]
         for level, samples, _ in terms:
             shared = isinstance(samples, Sample)
-            sample = samples if isinstance(samples, Sample) else _again(samples[0])
+            sample = samples if isinstance(samples, Sample) else afresh(samples[0])
             with self.oracle.placed():
                 batched.require_redirection(
                     self.oracle,
@@ -160,56 +158,32 @@ class Copies:
         with nullcontext() if shared else preserve_rng(self.oracle.device), Substitution(self._live, values):
             return self.oracle.value(level, sample)
 
-    # ------------------------------------------------------------------------------------------------ values alone
+    # ------------------------------------------------------------------------------------------------ evaluations
 
-    def _values_of(self, term: Term, part: slice) -> Tensor:
-        """Return the values at some points, from one vmap."""
-        oracle, found, points = self.oracle, self.oracle.session.found, self[part]
-        level, samples, _ = _at(term, part)
-        asks, new = level not in found.dependency_checked, bool(self._new([term]))
-        y = Vector(as_variable(t, asks) for t in points.lower)
-        with (
-            oracle.placed() as (x, _),
-            batched.no_slow_batching(look=new),
-            torch.set_grad_enabled(asks),
-            oracle.session.buffers_kept(),
-        ):
-            x = points._variables(x)
-            values, constants = points._vmapped("", level, samples, x, y)
-            if new:
-                batched.no_large_convolutions(values)
-            self._note_dependency(level, values, None if constants else x, y)
-        return values.detach()
-
-    def _value_at(self, term: Term, j: int) -> Tensor:
-        """Return the value at one point, which is put into the live tensors."""
-        here = self._point(j)
-        level, samples, _ = _at(term, slice(j, j + 1))
-        sample = samples if isinstance(samples, Sample) else samples[0]
-        asks = level not in here.session.found.dependency_checked
-        with here.evaluating() as (x, y):
-            value = here.value(level, sample, graph=asks)
-            self._note_dependency(level, value, x if sample.features is None else None, y)
-        return value.detach().reshape(1)
+    def _asks(self, wrt: str, terms: Sequence[Term]) -> bool:
+        """Return True if only the values of a loss are needed, whose dependencies are not known."""
+        return not wrt and terms[0][0] not in self.oracle.session.found.dependency_checked
 
     def _note_dependency(self, level: str, values: Tensor, x: Vector | None, y: Vector) -> None:
         """Look once at the dependencies of a loss if only its values are needed."""
-        if level not in self.oracle.session.found.dependency_checked:
-            if values.requires_grad:
-                self.oracle.session.dependent(level, values, y, x)
-            self.oracle.session.found.dependency_checked |= {level}
-
-    # ------------------------------------------------------------------------------------------------ gradients
+        if values.requires_grad:
+            self.oracle.session.dependent(level, values, y, x)
+        self.oracle.session.found.dependency_checked |= {level}
 
     def _together(self, wrt: str, terms: Sequence[Term], part: slice) -> tuple[list[Tensor], Vector]:
         """Evaluate some points by one vmap of each loss and one backward pass."""
         oracle, points, new = self.oracle, self[part], bool(self._new(terms))
-        y = Vector(as_variable(t, wrt == "lower") for t in points.lower)
+        asks = self._asks(wrt, terms)
+        y = Vector(as_variable(t, wrt == "lower" or asks) for t in points.lower)
 
         def evaluate(level: str, samples: Samples, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
             values, constants = points._vmapped(wrt, level, samples, x, y)
             if new:
                 batched.no_large_convolutions(values)
+            if not wrt:
+                if asks:
+                    self._note_dependency(level, values, None if constants else x, y)
+                return values, values
             if wrt == "lower":
                 oracle.session.dependent(level, values, y, None if constants else x)
                 if not constants:
@@ -217,16 +191,22 @@ class Copies:
             weighted = values if set(weights) == {1.0} else values * constant(weights, values)
             return values, weighted.sum()
 
-        with oracle.placed() as (x, _), batched.no_slow_batching(look=new), torch.enable_grad():
+        grads = partial(torch.set_grad_enabled, bool(wrt) or asks)
+        with oracle.placed() as (x, _), batched.no_slow_batching(look=new), grads():
             x = points._variables(x)
             return self._collected(wrt, [_at(term, part) for term in terms], x, y, evaluate)
 
     def _alone(self, wrt: str, terms: Sequence[Term], j: int) -> tuple[list[Tensor], Vector]:
         """Evaluate one point, which is put into the live tensors."""
-        here = self._point(j)
+        here, asks = self._point(j), self._asks(wrt, terms)
 
         def evaluate(level: str, samples: Samples, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
             sample, (weight,) = samples if isinstance(samples, Sample) else samples[0], weights
+            if not wrt:
+                value = here.value(level, sample, graph=asks)
+                if asks:
+                    self._note_dependency(level, value, x if sample.features is None else None, y)
+                return value, value
             if not weight and wrt == "lower":
                 zero = torch.zeros((), dtype=here.y[0].dtype, device=here.device)
                 return zero, zero
@@ -252,7 +232,10 @@ class Copies:
         y: Vector,
         evaluate: Callable[[str, Samples, Sequence[float]], tuple[Tensor, Tensor]],
     ) -> tuple[list[Tensor], Vector]:
-        """Return the values of the losses, and the gradient of their sum; ``evaluate`` returns values and their sum."""
+        """Return the values of the losses, and the gradient of their sum; ``evaluate`` returns values and their sum.
+
+        ``wrt`` is the level to differentiate in; empty: in none.
+        """
         session, found = self.oracle.session, []
         gradient: Vector | None = None
         total: Tensor | None = None
@@ -261,6 +244,8 @@ class Copies:
             with session.buffers_kept() as kept:
                 values, weighted = evaluate(level, samples, weights)
                 found.append(values.detach())
+                if not wrt:
+                    continue
                 if wrt == level == "lower" and session.found.products is None:
                     session.found.products = products_of(weighted)
                 total, levels = weighted if total is None else total + weighted, [*levels, level]
@@ -274,8 +259,7 @@ class Copies:
                     total, levels = None, []
                 elif unknown:  # the sum does not show it
                     self._note_reached(levels, self.oracle.differentiate(total, (*y, *x), again=True), y)
-        assert gradient is not None
-        return found, gradient
+        return found, Vector(()) if gradient is None else gradient
 
     def _gradient(self, wrt: str, levels: Sequence[str], total: Tensor, x: Vector, y: Vector) -> Vector:
         oracle, session = self.oracle, self.oracle.session
@@ -323,10 +307,11 @@ class Copies:
             shared, sample, batch = True, samples, ()
             features, are_stacks = self._features(wrt, level, sample, values)
         else:
-            shared, sample, batch = False, samples[0], _stacked_arguments(samples)
+            shared, sample = False, samples[0]
+            batch = tree_map(lambda *leaves: torch.stack(leaves), *(one.arguments for one in samples))
             features, are_stacks = None, False
             if wrt == "lower":
-                oracle.check_features(level, _again(sample))
+                oracle.check_features(level, afresh(sample))
         own_features = None if shared or sample.features is None else sample.features.loss
 
         leaves, structure = tree_flatten(features if are_stacks else batch)
@@ -388,25 +373,9 @@ def _mean(values: Sequence[Tensor]) -> Tensor:
     return values[0] if len(values) == 1 else torch.stack([*values]).mean(0)
 
 
-def _sum(vectors: Sequence[Vector]) -> Vector:
-    total = vectors[0]
-    for vector in vectors[1:]:
-        total = total + vector
-    return total
-
-
-def _again(sample: Sample) -> Sample:
-    return Sample(sample.loss, sample.arguments, features=None if sample.features is None else sample.features.loss)
-
-
 def _can_be_stacked(samples: Samples) -> bool:
     """Return True if samples that differ between copies can be stacked (a data set's last batch may be smaller)."""
     if isinstance(samples, Sample):
         return True
     shapes = [[getattr(leaf, "shape", None) for leaf in tree_leaves(one.arguments)] for one in samples]
     return all([shape == shapes[0] for shape in shapes])
-
-
-def _stacked_arguments(samples: Sequence[Sample]) -> tuple[Any, ...]:
-    stacked: tuple[Any, ...] = tree_map(lambda *leaves: torch.stack(leaves), *(one.arguments for one in samples))
-    return stacked

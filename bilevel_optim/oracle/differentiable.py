@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,23 +18,26 @@ from torch.overrides import TorchFunctionMode
 from ..problem.vector import coarsest
 
 __all__ = [
+    "FUSED",
+    "JUMPING",
+    "KINKED",
+    "ROOTS",
     "UnchunkedCrossEntropy",
     "all_arguments",
     "custom_operations",
     "explain_second",
+    "has",
     "has_casts",
-    "has_fused",
-    "has_jumps",
-    "has_kinks",
     "has_large_convolutions",
     "is_marked",
+    "kinds_in",
     "mark_graph",
     "padding_rows",
     "plain_operations",
     "plain_weight_norm",
     "products_of",
+    "reaches",
     "require_constant_weights",
-    "roots_in",
     "working_unit",
 ]
 
@@ -78,31 +81,21 @@ def plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-def has_fused(loss: Tensor) -> bool:
-    """Return True if a loss's graph contains a fused operation whose second derivative is missing or wrong."""
-    return _has(loss, _FUSED)
+def has(loss: Tensor, operations: tuple[str, ...]) -> bool:
+    """Return True if a loss's graph contains operations whose names begin like these."""
+    return any(node.name().startswith(operations) for node in _nodes(loss))
 
 
-def has_kinks(loss: Tensor) -> bool:
-    """Return True if a loss's graph contains activations such as ReLU, at whose kinks differences of gradients fail."""
-    return _has(loss, _KINKED)
-
-
-def roots_in(loss: Tensor) -> tuple[str, ...]:
-    """Return the operations in a loss's graph, as users call them, without a finite second derivative at zero."""
+def kinds_in(loss: Tensor, kinds: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the kinds of operations in a loss's graph, each given by how the names of its operations begin."""
     names = {node.name() for node in _nodes(loss)}
-    return tuple(call for call, start in _ROOTS.items() if any(name.startswith(start) for name in names))
+    return tuple(kind for kind, starts in kinds.items() if any(name.startswith(starts) for name in names))
 
 
 def has_casts(loss: Tensor, unit: float) -> bool:
     """Return True if a loss's graph changes values to a type whose rounding unit is larger (autocast)."""
     kinds = [node._input_metadata[0].dtype for node in _nodes(loss) if node.name().startswith("ToCopy")]
     return any(torch.finfo(kind).eps > unit for kind in kinds)
-
-
-def has_jumps(loss: Tensor) -> bool:
-    """Return True if a loss's graph contains other operations whose derivative may jump, such as abs, max and sort."""
-    return _has(loss, _JUMPING)
 
 
 def custom_operations(loss: Tensor) -> list[str]:
@@ -128,10 +121,6 @@ def has_large_convolutions(loss: Tensor, large: int) -> bool:
     return any(isinstance(t, Tensor) and t.device.type == "cpu" and t.numel() >= large for t in found)
 
 
-def _has(loss: Tensor, names: tuple[str, ...]) -> bool:
-    return any(node.name().startswith(names) for node in _nodes(loss))
-
-
 def mark_graph(loss: Any, outside: Sequence[Tensor]) -> object:
     """Mark the graph of a loss without that of other tensors; return what `is_marked` takes."""
     mark, others = object(), {node for t in outside for node in _nodes(t)}
@@ -143,31 +132,42 @@ def mark_graph(loss: Any, outside: Sequence[Tensor]) -> object:
 
 def is_marked(loss: Any, mark: object, leaves: Sequence[Tensor]) -> bool:
     """Return True if a loss's graph has a part of the graph that was marked, and that leads to one of these leaves."""
-    wanted = {id(t) for t in leaves}
     marked = [n for n in _nodes(loss) if n.metadata.get("bilevel_optim") is mark] if isinstance(loss, Tensor) else []
-    return any(id(getattr(node, "variable", None)) in wanted for node in _reached(marked))
+    return _leads_to(marked, leaves)
+
+
+def reaches(loss: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Return True if a loss's graph has one of these leaves (that of a compiled module has all its inputs)."""
+    if loss.grad_fn is None:
+        return any([loss is t for t in tensors])
+    return _leads_to([loss.grad_fn], tensors)
+
+
+def _leads_to(nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
+    wanted = {id(t) for t in leaves}
+    return any(id(getattr(node, "variable", None)) in wanted for node in _reached(nodes))
 
 
 def _nodes(loss: Tensor) -> Iterator[Any]:
     """Yield the operations in a loss's graph."""
-    return _reached([loss.grad_fn])
+    return _reached([] if loss.grad_fn is None else [loss.grad_fn])
 
 
 def _reached(stack: list[Any]) -> Iterator[Any]:
     """Yield these operations and those that they lead to."""
-    seen = set()
+    seen = {*stack}
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen:
-            yield node
-            seen.add(node)
-            stack += [parent for parent, _ in node.next_functions]
+        yield node
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
 
 
 def products_of(loss: Tensor) -> frozenset[str]:
     """Return the kinds of products in a loss's graph that torch may compute in less than single precision."""
-    names = {node.name() for node in _nodes(loss)}
-    return frozenset(kind for kind, starts in _PRODUCTS.items() if any(name.startswith(starts) for name in names))
+    return frozenset(kinds_in(loss, _PRODUCTS))
 
 
 def working_unit(tensors: Sequence[Tensor], products: frozenset[str] | None = None) -> float:
@@ -192,18 +192,21 @@ _PRODUCTS = {
     "rnn": ("CudnnRnn", "MkldnnRnn"),
 }
 
-_KINKED = (
+# Activations, at whose kinks differences of gradients fail; and other operations whose derivative may jump.
+KINKED = (
     "Relu", "LeakyRelu", "Prelu", "Rrelu", "Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "MaxPool",
     "AdaptiveMaxPool",
 )  # fmt: skip
-_ROOTS = {"norm": ("Norm", "LinalgVectorNorm"), "sqrt": ("Sqrt",)}
-_JUMPING = (
+# Operations, as users call them, without a finite second derivative at zero.
+ROOTS = {"norm": ("Norm", "LinalgVectorNorm"), "sqrt": ("Sqrt",)}
+JUMPING = (
     "Abs", "Amax", "Amin", "Aminmax", "Ceil", "Clamp", "Cummax", "Cummin", "Floor", "Fmod", "FractionalMaxPool", "Frac",
     "GridSampler", "HingeEmbedding", "Kthvalue", "L1Loss", "Max", "Maximum", "Median", "Min", "Minimum",
     "MultiMargin", "MultilabelMargin", "Remainder", "Round", "Sgn", "Sign", "Softshrink", "Hardshrink", "Sort", "Topk",
     "Trunc", "Where",
 )  # fmt: skip
-_FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
+# Operations whose second derivative is missing or wrong.
+FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
 
 
 @contextmanager
@@ -215,12 +218,22 @@ def plain_operations() -> Generator[None]:
 
 def explain_second(error: RuntimeError | NotImplementedError) -> None:
     """Raise an error that says what to do, if a second derivative failed for a known reason."""
-    reason = _reason(str(error))
-    if reason is not None:
-        raise RuntimeError(
-            f"the lower loss cannot be differentiated twice: {reason}. hvp='finite-difference' or a first-order method "
-            f"(F2SA) needs no second derivatives. torch said: {str(error).splitlines()[0]}"
-        ) from error
+    text = str(error)
+    if "cudnn" in text.lower() and "rnn" in text.lower():
+        reason = (
+            "cuDNN's recurrent layers have no second derivative in torch (call the model within "
+            "torch.backends.cudnn.flags(enabled=False) in the loss)"
+        )
+    elif "double backward" in text.lower() or "donated buffers" in text:
+        reason = "it runs a torch.compile'd module or a kernel without double backward (pass the module uncompiled)"
+    elif "is not implemented" in text and "derivative" in text:
+        reason = "one of its operations has no second derivative in torch"
+    else:
+        return
+    raise RuntimeError(
+        f"the lower loss cannot be differentiated twice: {reason}. hvp='finite-difference' or a first-order method "
+        f"(F2SA) needs no second derivatives. torch said: {text.splitlines()[0]}"
+    ) from error
 
 
 def require_constant_weights(error: RuntimeError) -> None:
@@ -238,16 +251,3 @@ def require_constant_weights(error: RuntimeError) -> None:
         f"a loss passes a parameter as {argument}= of an operation that torch cannot differentiate in it ({function}). "
         f"Multiply the unreduced loss by the weights: {instead}"
     ) from error
-
-
-def _reason(text: str) -> str | None:
-    if "cudnn" in text.lower() and "rnn" in text.lower():
-        return (
-            "cuDNN's recurrent layers have no second derivative in torch (call the model within "
-            "torch.backends.cudnn.flags(enabled=False) in the loss)"
-        )
-    if "double backward" in text.lower() or "donated buffers" in text:
-        return "it runs a torch.compile'd module or a kernel without double backward (pass the module uncompiled)"
-    if "is not implemented" in text and "derivative" in text:
-        return "one of its operations has no second derivative in torch"
-    return None

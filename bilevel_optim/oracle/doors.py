@@ -15,8 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..problem.random import default_state, preserve_rng, set_default_state
 from ..problem.vector import Vector
 from ..pytree import tree_leaves
-from .differentiable import all_arguments
-from .session import reaches
+from .differentiable import all_arguments, reaches
 
 __all__ = [
     "DOORS", "OPTIONS", "PROJECTION", "START", "STEP", "WatchedStart", "leads", "options_of", "projection_reads",

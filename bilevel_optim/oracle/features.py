@@ -11,6 +11,7 @@ from ..problem.objective import Sample
 from ..problem.vector import Vector, as_variable
 from ..pytree import tree_flatten, tree_unflatten
 from .oracle import Oracle
+from .point import none_to_zeros
 
 __all__ = ["FeatureCut"]
 
@@ -79,6 +80,6 @@ class FeatureCut:
         with oracle.placed():  # a graph over live leaves saves the leaves themselves
             found = torch.autograd.grad(self._roots, list(self._x), list(self._total[:count]), allow_unused=True)
         oracle.session.note_reached(found)
-        result = direct + Vector(torch.zeros_like(t) if g is None else g for g, t in zip(found, direct, strict=True))
+        result = direct + none_to_zeros(found, direct)
         oracle.checks.finite("jvp", result)
         return result

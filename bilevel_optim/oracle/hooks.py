@@ -25,8 +25,6 @@ def any_hooks(tensors: Sequence[Tensor]) -> bool:
 
 def require_callable(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> None:
     """Raise if a hook would never be called, because no ``.grad`` is accumulated in a step."""
-    if not any([t._post_accumulate_grad_hooks for t in tensors]):
-        return
     for i, t in enumerate(tensors):
         if t._post_accumulate_grad_hooks:
             raise ValueError(

@@ -183,7 +183,7 @@ class LaneLoss:
         live: the live tensors that the loss reads.
         leaves: the stacked leaves that replace them.
         shared_rng: whether the lanes share their random numbers.
-        weights: factors of the lanes in the sum. Default: 1.
+        weights: factors of the lanes in the sum. None: 1.
     """
 
     def __init__(
@@ -194,12 +194,12 @@ class LaneLoss:
         live: Vector,
         leaves: Vector,
         *,
-        shared_rng: bool = False,
-        weights: Tensor | None = None,
+        shared_rng: bool,
+        weights: Tensor | None,
     ) -> None:
         self.oracle, self.level, self.loss = oracle, level, loss
         self.live, self.leaves, self.shared_rng, self.weights = live, leaves, shared_rng, weights
-        self._key = f"{level} tasks"
+        self.key = f"{level} tasks"
 
     def __call__(self, batch: Any) -> Tensor:
         values = self.values(batch)
@@ -211,19 +211,16 @@ class LaneLoss:
         lanes = [t.view_as(t) for t in self.leaves]
         session = self.oracle.session
         with session.buffers_kept():
-            if self._key not in session.found.redirected:
+            if self.key not in session.found.redirected:
                 self._require_redirection(batch)
-            parts = _each(self.oracle, self.level, self._at, batch, lanes, len(lanes[0]), shared_rng=self.shared_rng)
-        new = self._key not in session.found.vmapped
-        if new and session.vmaps(True) and session.options.at_once(len(lanes[0])) > 1:
-            session.found.vmapped |= {self._key}
+            parts = _each(self, self._at, batch, lanes, len(lanes[0]))
         return torch.cat(parts)
 
     def are_apart(self, placed: Sequence[Tensor]) -> bool:
         """Return True if lanes are evaluated one by one, and the stacks that they read are among these tensors."""
         session, n = self.oracle.session, len(self.leaves[0])
         apart = session.options.at_once(n) == 1 or not session.vmaps(True)
-        return apart and self._key in session.found.redirected and {*map(id, self.leaves)} <= {*map(id, placed)}
+        return apart and self.key in session.found.redirected and {*map(id, self.leaves)} <= {*map(id, placed)}
 
     def one_by_one(
         self, variables: Sequence[Tensor], differentiate: Callable[..., Sequence[Tensor | None]], batch: Any
@@ -261,7 +258,7 @@ class LaneLoss:
             except TypeError as error:
                 require_fit(self.loss, (batch,), error)
                 raise
-            return as_scalar(self.level, loss)
+            return as_scalar(loss, f"{self.level} loss")
 
     def _require_redirection(self, batch: Any) -> None:
         one = Sample(self.loss, (select(batch, 0),))
@@ -272,7 +269,7 @@ class LaneLoss:
 
         batched.require_redirection(
             self.oracle,
-            self._key,
+            self.key,
             self.live,
             [t[0] for t in self.leaves],
             loss,
@@ -298,20 +295,18 @@ class LaneFeatures:
         shared_rng: whether the problems share their random numbers.
     """
 
-    def __init__(self, oracle: Oracle, level: str, features: Callable[..., Any], *, shared_rng: bool = False) -> None:
+    def __init__(self, oracle: Oracle, level: str, features: Callable[..., Any], *, shared_rng: bool) -> None:
         self.oracle, self.level, self.features, self.shared_rng = oracle, level, features, shared_rng
+        self.key = f"{level} features"
 
     def __call__(self, batch: Any) -> Any:
         if self.level not in self.oracle.session.found.features_checked:
-            kept = self.oracle.session.buffers_kept
-            with torch.enable_grad(), random.preserve_rng(self.oracle.device), kept():
-                self.oracle.require_free_of_lower(self.level, self.features(select(batch, 0)))
-            self.oracle.session.found.features_checked |= {self.level}
+            first = Sample(self.features, (select(batch, 0),), features=self.features)
+            with torch.enable_grad(), random.preserve_rng(self.oracle.device):
+                self.oracle.check_features(self.level, first)
         if hasattr(self.features, "stacked"):
             return self.features.stacked(batch)
-        parts = _each(
-            self.oracle, self.level, self._of_one, batch, [], len(tree_leaves(batch)[0]), shared_rng=self.shared_rng
-        )
+        parts = _each(self, self._of_one, batch, [], len(tree_leaves(batch)[0]))
         return parts[0] if len(parts) == 1 else tree_map(lambda *ts: torch.cat(ts), *parts)
 
     def _of_one(self, batch: Any) -> Any:
@@ -320,21 +315,15 @@ class LaneFeatures:
 
 
 def _each(
-    oracle: Oracle,
-    level: str,
-    function: Callable[..., Any],
-    batch: Any,
-    values: Sequence[Tensor],
-    n: int,
-    *,
-    shared_rng: bool,
+    of: LaneLoss | LaneFeatures, function: Callable[..., Any], batch: Any, values: Sequence[Tensor], n: int
 ) -> list[Any]:
     """Return, in parts, the stacked results of ``function`` for the batch and the values of each of n lanes."""
-    session = oracle.session
+    session, shared_rng = of.oracle.session, of.shared_rng
+    new = frozenset({of.key}) - session.found.vmapped
     shared = Sample(function)  # keeps the random state that lanes share
 
     def replayed(part: int) -> AbstractContextManager[None]:
-        return shared.replayed(oracle.device) if shared_rng and part < n else nullcontext()
+        return shared.replayed(of.oracle.device) if shared_rng and part < n else nullcontext()
 
     def together(part: slice) -> Any:
         whole = part.stop - part.start == n  # a slice would cost a copy of the gradient
@@ -354,8 +343,7 @@ def _each(
 
         stacks = [*[leaves[i] for i in tensors], *(values if whole else [t[part] for t in values])]
         randomness = "same" if shared_rng else "different"
-        new = f"{level} tasks" not in session.found.vmapped
-        with batched.no_slow_batching(look=new), replayed(part.stop - part.start):
+        with batched.no_slow_batching(look=bool(new)), replayed(part.stop - part.start):
             return mapped(one, stacks, part.stop - part.start, randomness, known=not new)
 
     lanes: list[Sequence[Tensor]] = []
@@ -366,4 +354,4 @@ def _each(
         with replayed(1), session.buffers_kept():
             return tree_map(lambda t: t.unsqueeze(0), function(select(batch, i), *(own[i] for own in lanes)))
 
-    return batched.run(session, n, together, alone)
+    return batched.run(session, n, together, alone, new=new)

@@ -15,12 +15,14 @@ from ..problem.vector import Vector, stack
 from ..tracing import is_tracing, span
 from . import batched
 from .differentiable import (
+    FUSED,
+    KINKED,
+    ROOTS,
     explain_second,
-    has_fused,
-    has_kinks,
+    has,
+    kinds_in,
     plain_operations,
     products_of,
-    roots_in,
     working_unit,
 )
 from .point import Point, none_to_zeros
@@ -81,7 +83,7 @@ class Oracle(Point):
         """
         split, like = len(self.x), Vector((*self.x, *self.y))
         with self.evaluating() as (x, y):
-            gradients, loss, variables = self._graph("upper", sample, x, y, Vector((*x, *y)))
+            gradients, loss, variables = self._graph("upper", sample, x, y)
             self.session.note_reached(gradients[:split])
             self.session.require_reached(gradients[split:], self.lower_names)
 
@@ -106,13 +108,9 @@ class Oracle(Point):
             yield _by_differences(self, sample, gradient)
         elif sample.parts is not None:
             yield _by_parts(self, sample.parts, gradient)
-        elif self.session.options.graphs_outlast:  # Dynamo is slow to trace a solver within the block
-            with self.evaluating() as (x, y):
-                graph = self._graph("lower", sample, x, y, y)
-            yield self._by_graph(*graph, x, gradient)
         else:
             with self.evaluating() as (x, y):
-                yield self._by_graph(*self._graph("lower", sample, x, y, y), x, gradient)
+                yield self._by_graph(*self._graph("lower", sample, x, y), x, gradient)
 
     def system_sample(self) -> Sample:
         """Return the next sample of g for one `lower_system`, marked ``once`` if products do not evaluate it again."""
@@ -128,66 +126,37 @@ class Oracle(Point):
         if sample.parts is not None:
             return _by_parts(self, sample.parts, True)
         with self.evaluating() as (x, y):
-            graph = self._graph("lower", sample, x, y, y)
-            return self._by_graph(*graph, x, True, kept=True)
+            return self._by_graph(*self._graph("lower", sample, x, y), x, True, kept=True)
 
     def lower_matrices(self, sample: Sample) -> tuple[Vector, Tensor, Tensor]:
         r"""Return the gradient of g in y, and :math:`\nabla^2_{yy} g` and :math:`\nabla^2_{xy} g` as matrices.
 
         Their shapes are (lanes, p, p) and (lanes, d, p), with one lane if y is not stacked; x is stacked too if y is.
         """
-        lanes, split = self.lanes or 1, len(self.x)
-        sizes = [t.numel() // lanes for t in self.y]
-        like = Vector((*self.x, *self.y))
-        if self.session.options.hvp == "finite-difference":
-            with self.lower_system(sample) as system:
-                gradient = system.gradient
-                pairs = [system.both(_basis(self, sizes, slice(i, i + 1)).lane(0)) for i in range(sum(sizes))]
-                products = [stack([Vector((*c, *h))]) for c, h in pairs]
-        else:
-            with self.evaluating() as (x, y):
-                if self.sharded:
-                    raise ValueError(SHARDED)
-                gradients, loss, _ = self._graph("lower", sample, x, y, y)
-                variables = Vector((*x, *y))
-                loss, gradient = self.results("lower_grad", loss, (self._constant(gradients, self.y), self.y))
-
-                def together(part: slice) -> Vector:
-                    basis = _basis(self, sizes, part)
-                    found = pulled(gradients, variables, basis, batched=True)
-                    self.session.note_reached(found[:split])
-                    return _stacked(found, like, len(basis[0]))
-
-                def alone(i: int) -> Vector:
-                    found = pulled(gradients, variables, _basis(self, sizes, slice(i, i + 1)).lane(0))
-                    self.session.note_reached(found[:split])
-                    return stack([none_to_zeros(found, like)])
-
-                products = batched.run(self.session, sum(sizes), together, alone)
-            self.count("hvp", sum(sizes))
-            self.count("jvp", sum(sizes))
-        cross = _matrix([Vector(part[:split]) for part in products], sum(sizes), lanes).permute(1, 2, 0)
-        hessian = _matrix([Vector(part[split:]) for part in products], sum(sizes), lanes).transpose(0, 1)
+        split = len(self.x)
+        with self.lower_system(sample) as system:
+            products = system._all_products("both", sum(map(Tensor.numel, self.y)))
+        self.count("jvp", sum(len(part[0]) for part in products))
+        cross = _matrix(self, [part[:split] for part in products]).permute(1, 2, 0)
+        hessian = _matrix(self, [part[split:] for part in products]).transpose(0, 1)
         cross, hessian = self.averaged(cross, hessian)
         self.checks.finite("hvp", [hessian])
         self.checks.finite("jvp", [cross])
-        return gradient, hessian, cross
+        return system.gradient, hessian, cross
 
     # ------------------------------------------------------------------------------------------------------- graphs
 
-    def _graph(
-        self, level: str, sample: Sample, x: Vector, y: Vector, variables: Vector
-    ) -> tuple[Gradients, Tensor, Vector]:
-        """Return the gradient of a loss in variables, with a graph; the loss; the variables (full if sharded)."""
-        found = self.session.found
+    def _graph(self, level: str, sample: Sample, x: Vector, y: Vector) -> tuple[Gradients, Tensor, Vector]:
+        """Return the gradient of g in y, or of f in both, with a graph; the loss; the variables (full if sharded)."""
+        found, variables = self.session.found, y if level == "lower" else Vector((*x, *y))
         try:
             with plain_operations() if found.fused and not is_tracing() else nullcontext():
                 loss = self.evaluated(level, sample, x, y)
                 if not found.fused and (found.fused is None or level == "upper"):
-                    found.fused = has_fused(loss)
+                    found.fused = has(loss, FUSED)
                     if found.fused:
-                        return self._graph(level, sample, x, y, variables)
-                    found.roots = roots_in(loss) or found.roots
+                        return self._graph(level, sample, x, y)
+                    found.roots = kinds_in(loss, ROOTS) or found.roots
                 if found.roots:
                     self.checks.roots = found.roots
                 if self.sharded:
@@ -211,16 +180,25 @@ class Oracle(Point):
         variables, like = _by_level(x, y), _by_level(self.x, self.y)
         alone = session.options.ranks.alone
 
-        def product(v: Vector, wrt: str) -> Vector:
+        def own_product(v: Vector, wrt: str) -> Vector:
             products = self._products(gradients, variables[wrt], y, v, like[wrt])
             if wrt != "lower":
                 session.note_reached(products[: len(x)])
-            found = none_to_zeros(products, like[wrt])
+            return none_to_zeros(products, like[wrt])
+
+        def product(v: Vector, wrt: str) -> Vector:
+            found = own_product(v, wrt)
             return found if alone else Vector(self.averaged(found)[0])
 
-        def rows(basis: Vector) -> Vector:
+        def rows(basis: Vector, wrt: str, together: bool) -> Vector:
+            if not together:
+                return stack([own_product(basis.lane(0), wrt)])
             plain = bool(session.found.fused)
-            return _stacked(pulled(gradients, y, basis, plain=plain, batched=True), self.y, len(basis[0]))
+            products = pulled(gradients, variables[wrt], basis, plain=plain, batched=True)
+            if wrt != "lower":
+                session.note_reached(products[: len(x)])
+            pairs, n = zip(products, like[wrt], strict=True), len(basis[0])
+            return Vector(t.new_zeros(n, *t.shape) if p is None else p for p, t in pairs)
 
         if gradient:  # a compiled step leaves out an unused loss
             _, own = self.results("lower_grad", loss, (self._constant(gradients, self.y), self.y))
@@ -248,7 +226,8 @@ class LowerSystem:
         oracle: the losses at the point; counts and checks the products.
         gradient: the gradient of g in y.
         product: products with a vector, in y (``"lower"``), x (``"upper"``) or both.
-        rows: products in y with stacked vectors at once. Default: None, which makes one after another.
+        rows: products of this process alone with stacked vectors, together or with the only one. Default: None, which
+            makes one product after another.
         placed: whether the live tensors must hold the point's values for a product. Default: False.
     """
 
@@ -257,7 +236,7 @@ class LowerSystem:
         oracle: Oracle,
         gradient: Vector,
         product: Product,
-        rows: Callable[[Vector], Vector] | None = None,
+        rows: Callable[[Vector, str, bool], Vector] | None = None,
         *,
         placed: bool = False,
     ) -> None:
@@ -291,26 +270,30 @@ class LowerSystem:
 
     def hessian(self) -> Tensor:
         r"""Return :math:`\nabla^2_{yy} g` as a matrix for each lane, with one lane if y is not stacked."""
-        oracle, lanes = self._oracle, self._oracle.lanes or 1
-        sizes = [t.numel() // lanes for t in oracle.y]
-        n = sum(sizes)
+        parts = self._all_products("lower", ROWS)
+        matrix: Tensor = self._oracle.averaged(_matrix(self._oracle, parts).transpose(0, 1))[0]
+        return matrix
+
+    def _all_products(self, wrt: str, at_once: int) -> list[Vector]:
+        """Return products with the unit vectors of y, the same in every lane, ``at_once`` stacked in one pass."""
+        oracle = self._oracle
+        n = sum(map(Tensor.numel, oracle.y)) // (oracle.lanes or 1)
         if oracle.sharded:
             raise ValueError(SHARDED)
 
         def together(part: slice) -> list[Vector]:
             assert self._rows is not None
-            steps = range(part.start, part.stop, ROWS)
-            return [self._rows(_basis(oracle, sizes, slice(i, min(i + ROWS, part.stop)))) for i in steps]
+            steps = range(part.start, part.stop, at_once)
+            return [self._rows(_basis(oracle, slice(i, min(i + at_once, part.stop))), wrt, True) for i in steps]
 
         def alone(i: int) -> list[Vector]:
-            return [stack([self._product(_basis(oracle, sizes, slice(i, i + 1)).lane(0), "lower")])]
+            unit = _basis(oracle, slice(i, i + 1))
+            return [stack([self._product(unit.lane(0), wrt)]) if self._rows is None else self._rows(unit, wrt, False)]
 
         with oracle.placed() if self._placed else nullcontext():
             found = batched.run(oracle.session, n, together, alone, possible=self._rows is not None)
         oracle.count("hvp", n)
-        parts = [own for part in found for own in part]
-        matrix: Tensor = oracle.averaged(_matrix(parts, n, lanes).transpose(0, 1))[0]
-        return matrix
+        return [own for part in found for own in part]
 
 
 class UpperSystem(NamedTuple):
@@ -361,23 +344,17 @@ def _by_parts(oracle: Oracle, parts: Sequence[Sample], gradient: bool) -> LowerS
     own = oracle.at()  # for this process alone, without counts: the parts together are one product
     own.shared, own.weight = False, 0
 
-    def mean(of: Callable[[LowerSystem], Sequence[Tensor]]) -> Vector:
+    def mean(of: Callable[[LowerSystem], Vector]) -> Vector:
         total: Vector | None = None
         for part in parts:
             with own.lower_system(part) as system:
-                found = Vector(of(system))
+                found = of(system)
             total = found if total is None else total + found
         assert total is not None
         return Vector(oracle.averaged(total * (1 / len(parts)))[0])
 
-    products: dict[str, Callable[[LowerSystem, Vector], Sequence[Tensor]]] = {
-        "lower": lambda system, v: system.hvp(v),
-        "upper": lambda system, v: system.cross(v),
-        "both": lambda system, v: [t for part in system.both(v) for t in part],
-    }
-
     def product(v: Vector, wrt: str) -> Vector:
-        return mean(lambda system: products[wrt](system, v))
+        return mean(lambda system: system._product(v, wrt))
 
     if not gradient:
         return LowerSystem(oracle, Vector(()), product)
@@ -395,14 +372,14 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
             variables = _by_level(live_x, live_y)[wrt]
             loss, gradients = point.slopes("lower", sample, live_x, live_y, variables, frozen=wrt == "lower")
             if session.found.kinked is None and loss.requires_grad:
-                session.found.kinked, session.found.products = has_kinks(loss), products_of(loss)
+                session.found.kinked, session.found.products = has(loss, KINKED), products_of(loss)
         if wrt == "lower":
             session.require_reached(gradients, oracle.lower_names)
         else:
             session.note_reached(gradients[: len(oracle.x)])
         like = _by_level(oracle.x, y)[wrt]
         loss, result = oracle.averaged(loss.detach(), none_to_zeros(gradients, like))
-        oracle.checks.scalar("loss", loss)
+        oracle.checks.loss(loss)
         return Vector(result)
 
     def product(v: Vector, wrt: str) -> Vector:
@@ -439,26 +416,23 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
     return system
 
 
-def _stacked(products: Sequence[Tensor | None], like: Sequence[Tensor], n: int) -> Vector:
-    """Return products with n stacked vectors, with zeros for missing ones."""
-    return Vector(t.new_zeros(n, *t.shape) if p is None else p for p, t in zip(products, like, strict=True))
-
-
-def _matrix(parts: Sequence[Vector], n: int, lanes: int) -> Tensor:
-    """Join rows of a matrix for each lane, to shape (n, lanes, columns)."""
-    return _joined([_joined([part[i] for part in parts]).reshape(n, lanes, -1) for i in range(len(parts[0]))], -1)
+def _matrix(oracle: Oracle, parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Join products with the unit vectors of y to a matrix for each lane, of shape (rows, lanes, columns)."""
+    columns = [_joined(own) for own in zip(*parts, strict=True)]
+    return _joined([t.reshape(len(t), oracle.lanes or 1, -1) for t in columns], -1)
 
 
 def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat([*tensors], dim)  # no copy of a large matrix
 
 
-def _basis(oracle: Oracle, sizes: Sequence[int], part: slice) -> Vector:
+def _basis(oracle: Oracle, part: slice) -> Vector:
     """Return stacked unit vectors of the space of y, the same in every lane."""
     lanes = oracle.lanes or 1
     rows = torch.arange(part.start, part.stop, device=oracle.device)
     parts, offset = [], 0
-    for t, n in zip(oracle.y, sizes, strict=True):
+    for t in oracle.y:
+        n = t.numel() // lanes
         unit = (rows.unsqueeze(1) == torch.arange(offset, offset + n, device=rows.device)).to(t.dtype)
         parts.append(unit.unsqueeze(1).expand(-1, lanes, -1).reshape(len(rows), *t.shape))
         offset += n

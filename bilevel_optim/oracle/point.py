@@ -17,7 +17,7 @@ from .differentiable import is_marked, mark_graph, require_constant_weights
 from .doors import require_free_batch
 from .session import Session, as_scalar
 
-__all__ = ["Point", "in_place", "none_to_zeros"]
+__all__ = ["Point", "afresh", "in_place", "none_to_zeros"]
 
 CALLS_BACKWARD = (
     "the {} seems to call backward() or zero_grad(), or to return a loss whose graph has been freed, but the optimizer "
@@ -173,7 +173,7 @@ class Point:
             loss = self._called(sample, graph, features)
         if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex():
             return loss
-        return as_scalar(level, loss, session.called(level))
+        return as_scalar(loss, session.called(level))
 
     def _called(self, sample: Sample, graph: bool, features: Any) -> Any:
         """Return what the loss returns, with the features of the sample."""
@@ -188,11 +188,9 @@ class Point:
         if self.lanes is None and (level == "lower" or isinstance(data, (list, tuple))):
             why = "batches are computed outside the losses, and would not follow them"
             require_free_batch(level, sample.arguments, self.live_x, why)
-        own = None if sample.features is None else sample.features.loss
-        again = Sample(sample.loss, sample.arguments, features=own)  # with random numbers of its own
         batch = [t for t in tree_leaves(sample.arguments) if isinstance(t, Tensor)]
         with self.session.buffers_kept(), numbers_kept(self.device):
-            mark = mark_graph(self._called(again, True, features), batch)
+            mark = mark_graph(self._called(afresh(sample), True, features), batch)
         loss = self._called(sample, True, features)
         if is_marked(loss, mark, (*self.live_x, *self.live_y)):
             raise ValueError(OUTSIDE.format(self.session.called(level)))
@@ -338,7 +336,7 @@ class Point:
         )
         if not self.session.options.ranks.alone:
             found = self.averaged(*found)
-        self.checks.scalar("loss", found[0])
+        self.checks.loss(found[0])
         return found
 
     def slopes(
@@ -468,6 +466,11 @@ class in_place:
         elif self._before is not None:
             for tensor, storage in zip(self._moved, self._before, strict=True):
                 tensor.data = storage
+
+
+def afresh(sample: Sample) -> Sample:
+    """Return a sample of the same batch, with random numbers of its own."""
+    return Sample(sample.loss, sample.arguments, features=None if sample.features is None else sample.features.loss)
 
 
 def none_to_zeros(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:

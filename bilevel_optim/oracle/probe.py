@@ -15,11 +15,11 @@ it open.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,17 +32,19 @@ from ..problem.tasks import select
 from ..problem.vector import Vector, as_variable, stack
 from .copies import Copies
 from .differentiable import (
+    JUMPING,
+    KINKED,
     UnchunkedCrossEntropy,
     custom_operations,
+    has,
     has_casts,
-    has_jumps,
-    has_kinks,
     padding_rows,
     products_of,
     working_unit,
 )
 from .lanes import LaneLoss, stacked
 from .oracle import Oracle
+from .point import afresh
 from .session import Session
 from .substitution import Substitution
 
@@ -195,7 +197,7 @@ class _LossCheck:
         self.alone = alone
         self.oracle = _apart(oracle, session)
         one = sample if sample.parts is None else sample.parts[0]
-        self.sample = one.wrapped(_itself)
+        self.sample, self.of_tasks = copy.copy(one), isinstance(one.loss, LaneLoss)
         self.sample.once = False
         self.x, self.y = self.oracle.x, self.oracle.y
 
@@ -211,6 +213,7 @@ class _LossCheck:
             if self.casts:
                 return [f"{self.called} not checked: it changes values to a type of less precision"]
             self.unit = working_unit((*self.x, *self.y), self.products)
+            self.tolerance = 1e-3 if self.unit < 1e-12 else 1e-2
             if self.unit > COARSE:
                 return [f"{self.called} not checked: the precision is too low for differences (TF32)"]
             found = self._compared(concerns, SEEDS[0])
@@ -219,7 +222,7 @@ class _LossCheck:
                 again = self._compared(concerns, seed)
                 wrong &= {which for which, one in again.items() if one.outcome == "wrong"}
             doubtful = wrong or any(one.outcome == "unknown" for one in found.values())
-            if doubtful and not self._repeats():
+            if doubtful and self._value() != self._value():
                 return [f"{self.called} not checked: it returns another value each time"]
         except Exception as error:
             require_uninterrupted(error)
@@ -248,19 +251,16 @@ class _LossCheck:
     def _look(self, oracle: Oracle) -> None:
         """Evaluate at this point; note facts about the graph of the loss, and whether it draws random numbers."""
         self.oracle, self.x, self.y = oracle, oracle.x, oracle.y
-        again = Sample(self.sample.loss, self.sample.arguments)
-        again.features = (
-            None if self.sample.features is None else Sample(self.sample.features.loss, self.sample.arguments)
-        )
         before = default_state(oracle.device)
         with oracle.evaluating() as (x, y):
-            loss = oracle.value(self.level, again)
-            self.padding = self._padding_of_tasks(x) if self._of_tasks else padding_rows(loss, (*x, *y))
+            loss = oracle.value(self.level, afresh(self.sample))
+            self.padding = self._padding_of_tasks(x) if self.of_tasks else padding_rows(loss, (*x, *y))
         self.value = float(loss.detach())
         self.draws = not all(map(torch.equal, before, default_state(oracle.device)))
         self.products, self.operations = products_of(loss), custom_operations(loss)
         self.casts = has_casts(loss, working_unit((*self.x, *self.y)))
-        self.kinks = has_kinks(loss) or has_jumps(loss)
+        self.kinks = has(loss, KINKED + JUMPING)
+        self.clear = CLEAR_OF_KINKS if self.kinks else CLEAR_OF_HIDDEN if self.operations else CLEAR
 
     def _padding_of_tasks(self, x: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Return the padding rows that the first task's loss holds constant, which stacks of tasks do not show."""
@@ -299,13 +299,6 @@ class _LossCheck:
             both[i][..., row, :] = 0
         return Vector(both[: len(self.x)]), Vector(both[len(self.x) :])
 
-    @property
-    def _of_tasks(self) -> bool:
-        return isinstance(self.sample.loss, LaneLoss)
-
-    def _repeats(self) -> bool:
-        return self._value() == self._value()
-
     def _value(self, x: Vector | None = None, y: Vector | None = None) -> float:
         point = self.oracle.at(x, y)
         with point.evaluating():
@@ -329,72 +322,56 @@ class _LossCheck:
         if concerns & {"lower yy", "lower xy"}:
             with self.oracle.lower_system(self.sample) as system:
                 (cross, product), in_y = system.both(along_y), system.gradient
-            ends = functools.cache(partial(self._ends, along_y))
-            found |= self._slopes(concerns & {"lower y"}, Vector(()), in_y, along_x, along_y, ends)
+
+            @functools.cache
+            def ends(step: float) -> list[tuple[float, Vector]]:
+                return [self._gradient(self.x, self.y + along_y * t) for t in (step, -step)]
+
+            def difference(e: float) -> Vector:
+                (_, above), (_, below) = ends(e)
+                return (above - below) * (0.5 / e)
+
+            def slope(e: float, along: Vector) -> Vector:
+                above, below = (self._gradient(self.x + along * t, self.y)[1] for t in (e, -e))
+                return _number(float(along_y.dot(above - below)) / (2 * e))
+
+            size = float(in_y.norm())
+            if "lower y" in concerns:
+                found["y"] = self._slope("y", along_y, in_y, ends)
             if "lower yy" in concerns:
-                found["yy"] = self._product(product, in_y, ends)
-            if "lower xy" in concerns:
-                found["xy"] = self._cross(cross, in_y, along_x, along_y)
+                found["yy"] = self._judged(product, difference, self.y, product, size, self.clear)
+            if "lower xy" in concerns:  # along a direction in x, the gradient in y along one in y
+                found["xy"] = self._judged_along(along_x, slope, self.x, cross, size, self.clear)
             concerns = concerns & {"lower x"}
         vmapped = self._vmapped(copies)
         if concerns or vmapped:
             evaluate = self.oracle.upper if self.level == "upper" else self.oracle.lower_jointly
             _, in_x, in_y = evaluate(self.sample)
-            found |= self._slopes(concerns, in_x, in_y, along_x, along_y)
+            for name, along, gradient in (("x", along_x, in_x), ("y", along_y, in_y)):
+                if f"{self.level} {name}" in concerns:
+                    found[name] = self._slope(name, along, gradient)
             if vmapped:
                 found["lanes"] = self._lanes(in_x, in_y)
         return found
 
-    def _ends(self, along: Vector, step: float) -> list[tuple[float, Vector]]:
-        """Return the values and gradients of the lower loss at both ends of a difference over y."""
-        return [self._gradient(self.x, self.y + along * t) for t in (step, -step)]
-
-    def _slopes(
+    def _slope(
         self,
-        which: frozenset[str],
-        in_x: Vector,
-        in_y: Vector,
-        along_x: Vector,
-        along_y: Vector,
+        name: str,
+        along: Vector,
+        gradient: Vector,
         ends: Callable[[float], list[tuple[float, Vector]]] | None = None,
-    ) -> dict[str, Judgement]:
-        """Compare gradients with differences of values, which ``ends`` has for those over y."""
-        found: dict[str, Judgement] = {}
-        for name, at, along, gradient in (("x", self.x, along_x, in_x), ("y", self.y, along_y, in_y)):
-            if f"{self.level} {name}" not in which:
-                continue
-
-            def slope(e: float, along: Vector, name: str = name, at: Vector = at) -> Vector:
-                if ends is not None and along is along_y:
-                    above, below = (value for value, _ in ends(e))
-                elif name == "x":
-                    above, below = (self._value(x=at + along * t) for t in (e, -e))
-                else:
-                    above, below = (self._value(y=at + along * t) for t in (e, -e))
-                return _number((above - below) / (2 * e))
-
-            found[name] = self._judged_along(along, slope, at, gradient, abs(self.value))
-        return found
-
-    def _product(
-        self, product: Vector, gradient: Vector, ends: Callable[[float], list[tuple[float, Vector]]]
     ) -> Judgement:
-        """Compare a Hessian-vector product with differences of gradients."""
+        """Compare a gradient with differences of values; ``ends`` has those along the whole direction."""
+        at = self.x if name == "x" else self.y
 
-        def difference(e: float) -> Vector:
-            (_, above), (_, below) = ends(e)
-            return (above - below) * (0.5 / e)
+        def slope(e: float, own: Vector) -> Vector:
+            if ends is not None and own is along:
+                above, below = (value for value, _ in ends(e))
+            else:
+                above, below = (self._value(**{name: at + own * t}) for t in (e, -e))
+            return _number((above - below) / (2 * e))
 
-        return self._judged(product, difference, self.y, product, float(gradient.norm()), self._clear())
-
-    def _cross(self, product: Vector, gradient: Vector, along_x: Vector, along_y: Vector) -> Judgement:
-        """Compare a cross product, along a direction in x, with differences over x of the gradient in y."""
-
-        def slope(e: float, along: Vector) -> Vector:
-            above, below = (self._gradient(self.x + along * t, self.y)[1] for t in (e, -e))
-            return _number(float(along_y.dot(above - below)) / (2 * e))
-
-        return self._judged_along(along_x, slope, self.x, product, float(gradient.norm()), self._clear())
+        return self._judged_along(along, slope, at, gradient, abs(self.value))
 
     def _judged_along(
         self,
@@ -433,7 +410,7 @@ class _LossCheck:
         at: Vector,
         vector: Vector,
         size: float,
-        clear: float = CLEAR,
+        clear: float,
     ) -> Judgement:
         """Compare a derivative with differences over steps; ``vector`` has all entries, ``size`` is what differs."""
         step = self.unit ** (1 / 3) * max(1.0, float(at.norm()))
@@ -442,7 +419,7 @@ class _LossCheck:
             lambda factor: difference(step * factor),
             size=float(vector.norm()) / math.sqrt(sum(t.numel() for t in vector)),
             noise=4 * self.unit * size / step,
-            tolerance=self._tolerance,
+            tolerance=self.tolerance,
             clear=clear,
         )
 
@@ -451,7 +428,7 @@ class _LossCheck:
         found = self.session.found
         if found.fallback is not None:
             return False
-        if self._of_tasks:
+        if self.of_tasks:
             return f"{self.level} tasks" in found.vmapped and self.oracle.lanes != 1
         return copies or f"{self.level} copies" in found.vmapped
 
@@ -476,14 +453,13 @@ class _LossCheck:
             ],
             default=0.0,
         )
-        if error <= self._tolerance:
+        if error <= self.tolerance:
             return Judgement("right", error)
         return Judgement("unknown" if self.draws or not math.isfinite(error) else "wrong", error)
 
     def _first_tasks(self, loss: LaneLoss, vectorize: bool) -> tuple[Vector, Vector, Vector]:
         """Return value and gradients of the sum of the first two tasks' losses, under vmap or one by one."""
-        base = _apart(loss.oracle, self.session)
-        base.session.options = replace(base.session.options, vectorize=vectorize)
+        base = _apart(loss.oracle, self.session, vectorize=vectorize)
         x = None if len(loss.leaves) == len(self.y) else Vector(t[:2] for t in self.x)
         few = stacked(base, Vector(t[:2] for t in self.y), x=x, shared_rng=loss.shared_rng)
         batch = select(self.sample.arguments[0], slice(0, 2))
@@ -492,13 +468,6 @@ class _LossCheck:
         else:
             value, in_x, in_y = few.lower_jointly(few.g.sample(batch))
         return Vector([value]), in_x, in_y
-
-    @property
-    def _tolerance(self) -> float:
-        return 1e-3 if self.unit < 1e-12 else 1e-2
-
-    def _clear(self) -> float:
-        return CLEAR_OF_KINKS if self.kinks else CLEAR_OF_HIDDEN if self.operations else CLEAR
 
     # ------------------------------------------------------------------------------------------------ messages
 
@@ -519,24 +488,24 @@ class _LossCheck:
 
     def _remedies(self, which: str) -> list[str]:
         """Return what to do instead, of that which is right when tried."""
-        tried: list[tuple[str, Callable[[], bool]]] = []
+        found = []
         if any("linear_cross_entropy" in name for name in self.operations):
-            tried.append(("F.linear_cross_entropy without options=", partial(self._is_right_unchunked, which)))
+            with UnchunkedCrossEntropy():
+                if self._are_right(which):
+                    found.append("F.linear_cross_entropy without options=")
         if self.held != self.padding:
-            zeros = "a padding row of zeros (weight[padding_idx] = 0 under torch.no_grad())"
-            tried.append((zeros, partial(self._is_right_without_padding, which)))
-            if self.mover is not None:
-                tried.append(("exact products (AID with hvp='exact')", self._is_right_at_one_point))
-        if which == "lanes":
-            tried.append(("vectorize=False", partial(self._are_right, "x", "y")))
-        elif which in ("yy", "xy") and not self.alone:
-            tried.append(("hvp='finite-difference'", self._are_differences_right))
-            if not self._of_tasks:
-                known = functools.cache(partial(self._are_right, "x", "y"))
-                tried.append(("F2SA", lambda: known() and self._are_right("lanes")))
-                tried.append(("F2SA with vectorize=False", known))
-        found = [name for name, test in tried if test()]
-        return [name for name in found if name != "F2SA with vectorize=False" or "F2SA" not in found]
+            if self._without_padding()._are_right(which):
+                found.append("a padding row of zeros (weight[padding_idx] = 0 under torch.no_grad())")
+            if self.mover is not None and self._is_right_at_one_point():
+                found.append("exact products (AID with hvp='exact')")
+        if which == "lanes" and self._are_right("x", "y"):
+            found.append("vectorize=False")
+        if which in ("yy", "xy") and not self.alone:
+            if self._are_differences_right():
+                found.append("hvp='finite-difference'")
+            if not self.of_tasks and self._are_right("x", "y"):
+                found.append("F2SA" if self._are_right("lanes") else "F2SA with vectorize=False")
+        return found
 
     def _are_right(self, *names: str) -> bool:
         """Return True if derivatives of first order are right, with copies under vmap if ``names`` include lanes."""
@@ -547,52 +516,36 @@ class _LossCheck:
         """Return True if products from differences of gradients are right, judged by the gradients' own derivative."""
         if self.kinks:
             return False
-        options = self.oracle.session.options
-        self.oracle.session.options = replace(options, hvp="finite-difference")
-        try:
-            found = self._compared(frozenset({"lower y", "lower x", "lower yy", "lower xy"}), SEEDS[0], False)
-            return all(one.outcome == "right" for one in found.values())
-        finally:
-            self.oracle.session.options = options
-
-    def _is_right_unchunked(self, which: str) -> bool:
-        """Return True if the derivative is right without chunks in the cross entropy."""
-        with UnchunkedCrossEntropy():
-            found = self._compared(frozenset({f"{self.level} {which}"}), SEEDS[0], which == "lanes")
-        return found[which].outcome == "right"
+        other = copy.copy(self)
+        other.oracle = _apart(self.oracle, self.oracle.session, hvp="finite-difference")
+        found = other._compared(frozenset({"lower y", "lower x", "lower yy", "lower xy"}), SEEDS[0])
+        return all(one.outcome == "right" for one in found.values())
 
     def _is_right_at_one_point(self) -> bool:
         """Return True if derivatives of second order are right where f does not move padding rows."""
-        before = self.mover, self.held
-        try:
-            self.mover = None
-            self._hold_padding(self.start)
-            return all(one.outcome == "right" for one in self._compared(SECOND, SEEDS[0]).values())
-        finally:
-            self.mover, self.held = before
+        other = copy.copy(self)
+        other.mover = None
+        other._hold_padding(self.start)
+        return all(one.outcome == "right" for one in other._compared(SECOND, SEEDS[0]).values())
 
-    def _is_right_without_padding(self, which: str) -> bool:
-        """Return True if the derivative is right where padding rows are zero, so that decay does not move them."""
-        before, y, split = (self.oracle, self.y, self.held), self.y.clone(), len(self.x)
+    def _without_padding(self) -> _LossCheck:
+        """Return the same check where padding rows are zero, so that decay does not move them."""
+        other, y, split = copy.copy(self), self.y.clone(), len(self.x)
         for i, row in self.padding:
             if i >= split:
                 y[i - split][..., row, :] = 0
-        try:
-            self.oracle, self.y = self.oracle.at(self.x, y), y
-            self._hold_padding(self.oracle)
-            found = self._compared(frozenset({f"{self.level} {which}"}), SEEDS[0], which == "lanes")
-            return found[which].outcome == "right"
-        finally:
-            self.oracle, self.y, self.held = before
+        other.oracle, other.y = self.oracle.at(self.x, y), y
+        other._hold_padding(other.oracle)
+        return other
 
 
 ORDER = ("y", "x", "lanes", "yy", "xy")  # a wrong gradient is the cause of wrong products
 
 
-def _apart(oracle: Oracle, session: Session) -> Oracle:
+def _apart(oracle: Oracle, session: Session, *, hvp: str = "exact", **options: Any) -> Oracle:
     """Return an oracle at the same point with bookkeeping of its own, whose ranks do not wait for each other."""
     other = oracle.at()
-    other.session = Session.after(session, replace(session.options, hvp="exact"))
+    other.session = Session.after(session, replace(session.options, hvp=hvp, **options))
     other.checks, other.shared, other._features = other.session.checks, False, {}
     return other
 
@@ -619,7 +572,3 @@ def direction(like: Sequence[Tensor], seed: int) -> Vector:
 
 def _number(value: float) -> Vector:
     return Vector([torch.tensor([value], dtype=torch.float64, device="cpu")])
-
-
-def _itself(loss: Callable[..., object]) -> Callable[..., object]:
-    return loss

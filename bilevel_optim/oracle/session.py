@@ -22,6 +22,7 @@ from ..problem.vector import Vector, any_sharded
 from ..pytree import replace
 from ..tracing import is_tracing
 from .buffers import Buffers, Kept
+from .differentiable import reaches
 
 __all__ = ["COUNTERS", "Checks", "EvaluationOptions", "LossFacts", "LowerTrend", "Session", "as_scalar"]
 
@@ -53,7 +54,7 @@ class Checks:
     def clear(self) -> None:
         """Forget all checks, before an estimate is made again."""
         self._finite: list[tuple[str, str, list[Tensor]]] = []
-        self._scalars: list[tuple[str, str, Tensor]] = []
+        self._scalars: list[tuple[str, Tensor]] = []
         self._sums: list[Tensor] = []  # in a trace, a number for each tensor
         self._alerts: list[tuple[str, Message, Callable[..., Any], tuple[Tensor, ...]]] = []
 
@@ -64,9 +65,9 @@ class Checks:
             return
         self._finite.append((oracle, hint, [t.detach() if t.requires_grad else t for t in tensors]))
 
-    def scalar(self, oracle: str, value: Tensor, hint: str = "") -> None:
-        """Require that a single number is finite, at less cost."""
-        self._scalars.append((oracle, hint, value))
+    def loss(self, value: Tensor, hint: str = "") -> None:
+        """Require that a loss, a single number, is finite, at less cost."""
+        self._scalars.append((hint, value))
 
     def alert(self, key: str, message: Message, on: Tensor) -> None:
         """Warn with ``message`` if the boolean scalar ``on`` is true, once in an optimizer's life for each ``key``."""
@@ -139,9 +140,9 @@ class Checks:
         for oracle, hint, vector in self._finite:
             if not bool(Vector(vector).max_abs().isfinite()):
                 raise NonFiniteError(oracle, step, root_hint(oracle, self.roots, hint))
-        for oracle, hint, value in self._scalars:
+        for hint, value in self._scalars:
             if not bool(value.isfinite()):
-                raise NonFiniteError(oracle, step, hint)
+                raise NonFiniteError("loss", step, hint)
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,6 @@ class EvaluationOptions:
         hvp: ``"exact"`` or ``"finite-difference"`` second derivatives.
         ranks: ranks over which results are averaged.
         evaluation: context that puts given values in the place of live tensors. Default: `in_place`.
-        graphs_outlast: whether its graphs stay valid after the block that made them.
         one_loss: whether the user gave one loss for both levels, so that messages say "the loss".
         follows_curvature: whether learning rates of y follow the curvature of g.
         responds: whether the estimate relies on y's response to x in the lower loss.
@@ -163,7 +163,6 @@ class EvaluationOptions:
     hvp: str = "exact"
     ranks: Ranks = field(default_factory=Ranks)
     evaluation: Evaluation | None = None
-    graphs_outlast: bool = False
     one_loss: bool = False
     follows_curvature: bool = False
     responds: bool = True
@@ -436,7 +435,7 @@ class Session:
             raise ValueError(
                 f"{'the loss does not depend' if self.options.one_loss else 'neither loss depends'} on any upper "
                 "parameter, so the hypergradient would be silently zero; check that the live upper tensors are read "
-                "and not detached or old ones"
+                "and not detached or old ones (checkpointing needs use_reentrant=False)"
             )
         for level in self.found.ignores_other_level and self.found.ignores_other_level - self.warned:
             other = "lower" if level == "upper" else "upper"
@@ -486,38 +485,20 @@ class Session:
         return "loss" if self.options.one_loss else f"{level} loss"
 
 
-def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
+def as_scalar(loss: Any, called: str) -> Tensor:
     """Return the result of a loss as a scalar, or raise; ``called`` is its name in the message."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        called = called or f"{level} loss"
         raise ValueError(
             f"the {called} must return a scalar tensor, but returned {found}; return loss.mean() or loss.sum(), "
             "without .item()"
         )
     if loss.is_complex():
         raise ValueError(
-            f"the {called or f'{level} loss'} is complex, but only real numbers can be minimised; return a real "
+            f"the {called} is complex, but only real numbers can be minimised; return a real "
             "number, such as loss.abs() or loss.real"
         )
     return loss if loss.dim() == 0 else loss.reshape(())
-
-
-def reaches(loss: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Return True if a loss's graph has one of these leaves (that of a compiled module has all its inputs)."""
-    wanted = {id(t) for t in tensors}
-    if loss.grad_fn is None:
-        return id(loss) in wanted
-    seen, stack = set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if id(getattr(node, "variable", None)) in wanted:
-            return True
-        for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
-                seen.add(parent)
-                stack.append(parent)
-    return False
 
 
 def _itself(on: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,20 +94,6 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _lanes(stack, levels)
 
 
-def _cross_entropy(input: Tensor, target: Tensor, **options: Any) -> Tensor:
-    levels = _levels_with_classes(input, target, **options)
-    if not levels:
-        return F.cross_entropy(input, target, **options)
-    return _of_classes(F.log_softmax(_stack(input, levels), -1), target, levels, options.get("ignore_index", -100))
-
-
-def _nll_loss(input: Tensor, target: Tensor, **options: Any) -> Tensor:
-    levels = _levels_with_classes(input, target, **options)
-    if not levels:
-        return F.nll_loss(input, target, **options)
-    return _of_classes(_stack(input, levels), target, levels, options.get("ignore_index", -100))
-
-
 def _levels_with_classes(
     input: Tensor,
     target: Tensor,
@@ -123,8 +110,14 @@ def _levels_with_classes(
     return _levels_of(input) if usual and input.dtype in FULL and target.dtype in CLASSES else []
 
 
-def _of_classes(logs: Tensor, target: Tensor, levels: Sequence[int], ignored: int) -> Tensor:
-    """Return minus the mean of the logarithms of the target classes in each lane; torch has no rule for it."""
+def _class_loss(usual: Callable[..., Tensor], input: Tensor, target: Tensor, **options: Any) -> Tensor:
+    """Compute minus the mean of the logarithms of the target classes in each lane; torch has no rule for it."""
+    levels = _levels_with_classes(input, target, **options)
+    if not levels:
+        return usual(input, target, **options)
+    logs, ignored = _stack(input, levels), options.get("ignore_index", -100)
+    if usual is F.cross_entropy:
+        logs = F.log_softmax(logs, -1)
     targets = _stack(target, levels).expand(logs.shape[:-1])
     each = F.nll_loss(logs.flatten(0, -2), targets.flatten(), ignore_index=ignored, reduction="none")
     counted = targets.long() != ignored  # -100 as a byte is a class
@@ -157,8 +150,8 @@ def _batch_norm(
 
 FORMS: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: _linear,
-    F.cross_entropy: _cross_entropy,
-    F.nll_loss: _nll_loss,
+    F.cross_entropy: partial(_class_loss, F.cross_entropy),
+    F.nll_loss: partial(_class_loss, F.nll_loss),
     F.embedding: _embedding,
     F.batch_norm: _batch_norm,
 }

@@ -163,12 +163,11 @@ class FiniteSum(Objective):
             require_state(state, "a FiniteSum with a generator", generator=Tensor)
             self.generator.set_state(state["generator"].cpu())
 
-    def mark(self) -> tuple[Any, ...]:
-        return () if self.generator is None else (self.generator.get_state(),)
+    def mark(self) -> dict[str, Any]:
+        return self.state_dict()
 
-    def rewind(self, mark: tuple[Any, ...]) -> None:
-        if self.generator is not None and mark:
-            self.generator.set_state(mark[0])
+    def rewind(self, mark: dict[str, Any]) -> None:
+        self.load_state_dict(mark)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_batches": {}, "_seen": [], "_leaves": ()}

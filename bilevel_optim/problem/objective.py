@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..pytree import tree_leaves, tree_map
-from ..tracing import is_profiled, is_tracing, span
+from ..tracing import is_tracing, span
 from .random import (
     RandomState,
     default_state,
@@ -114,7 +114,9 @@ class Objective:
         self.loss, self.data, self.features, self.accumulate = loss, data, features, accumulate
         self._features: tuple[Any, Sample] | None = None  # of the last sample, for the next one on its batch
         self._last: tuple[Any, Any] | None = None  # the last batch of data that may overwrite it, and its copy
-        self._lasting = data is None or type(data) in (list, tuple) or _makes_new(data)  # batches are never overwritten
+        # Batches are never overwritten. The default collation of a ``DataLoader`` makes new tensors.
+        makes_new = getattr(data, "collate_fn", None) is torch.utils.data.default_collate
+        self._lasting = makes_new or data is None or type(data) in (list, tuple)
         self._iterator: Iterator[Any] | None = None
         self._passes = 0  # iterators started
         self._position = 0  # batches drawn from the iterator; without one, batches to skip in a new one
@@ -128,14 +130,11 @@ class Objective:
         ``once`` promises a single evaluation, so that the random state need not be kept.
         """
         if self.accumulate == 1:
-            arguments = () if self.data is None else self.arguments()
-            if self.features is None:
-                return Sample(self.loss, arguments, once=once)
-            return self.sample(*arguments, once=once)
+            return self.sample(*self.arguments(), once=once)
         with span("draw"):
             batches = [self._moved(self._next()) for _ in range(self.accumulate)]
         parts = [self.sample(batch, once=once) for batch in batches]
-        return Sample(_Mean(parts), once=once, parts=parts)
+        return Sample(partial(_mean_of, parts), once=once, parts=parts)
 
     def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
         """Return the next ``count`` + 1 samples; in a trace ``most`` + 1, with placeholders for missing ones.
@@ -156,10 +155,7 @@ class Objective:
         data = self.data
         if type(data) is not list and type(data) is not tuple:
             return [self.arguments()[0] for _ in range(times)]
-        if is_profiled():
-            with span("draw"):
-                found = self._of_list(data, times)
-        else:
+        with span("draw"):
             found = self._of_list(data, times)
         return found if self.device is None else [*map(self._moved, found)]
 
@@ -223,11 +219,9 @@ class Objective:
     @property
     def codes(self) -> tuple[Any, ...]:
         """Code of the loss and, if it has them, of its features; a module is itself."""
-        if self.features is None:
-            return (_code_of(self.loss), None)
-        return _code_of(self.loss), self.features if isinstance(self.features, torch.nn.Module) else _code_of(
-            self.features
-        )
+        features = self.features
+        known = features is None or isinstance(features, torch.nn.Module)
+        return _code_of(self.loss), features if known else _code_of(features)
 
     def begin(self) -> None:
         """Begin an outer step: drop cached features, also for the same batch."""
@@ -296,7 +290,7 @@ class Objective:
         if not self._position:
             return
         if self._iterator is None:  # in a copy
-            self._resume(self._passes, self._position, self._start, states_of(self._own()))
+            self._resume(self.mark())
         elif self._pass is not _pass_of(self.data):
             if isinstance(self.data, Sized) and len(self.data) == self._position:  # the pass was over
                 self._iterator, self._position = None, 0
@@ -310,8 +304,7 @@ class Objective:
     def _own(self) -> dict[str, Any]:
         """Return the generators of the data."""
         if self._generators is None:
-            lists = self.data is None or type(self.data) in (list, tuple)
-            self._generators = {} if lists else generators_of(self.data)
+            self._generators = {} if type(self.data) in (list, tuple) else generators_of(self.data)
         return self._generators
 
     def _get_pass_start(self) -> dict[str, Any]:
@@ -337,8 +330,7 @@ class Objective:
                     "whose copies of it cannot be read. Pass persistent_workers=False, or let the dataset create a "
                     "generator for each example, seeded by its index"
                 )
-        present = states_of(self._own())
-        return {"position": self._position, "passes": self._passes, "present": present, **copy.deepcopy(start)}
+        return copy.deepcopy({**self.mark(), **start})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position: restart the pass as before, and skip the batches already drawn.
@@ -367,9 +359,11 @@ class Objective:
                 f"the state is that of other data: it was saved at batch {state['position']} of a pass, but the data "
                 f"of this Objective have {size} batches; create its data as in the saved run"
             )
-        self._resume(state.get("passes", 1), state["position"], state, state["present"])
+        self._resume(state)
 
-    def _resume(self, passes: int, position: int, start: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        """Continue from a result of `mark` or `state_dict`."""
+        position, passes = state["position"], state.get("passes", 1)
         if type(self.data) in (list, tuple):
             self._position, self._passes = position, passes
             return
@@ -377,43 +371,39 @@ class Objective:
         self._iterator, self._position = None, 0
         if getattr(self.data, "persistent_workers", False):
             data: Any = self.data
-            if start.get("new", True):
+            if state.get("new", True):
                 data._iterator = None  # new workers draw a seed, existing ones do not
             elif data._iterator is None:
                 iter(data)
         try:
             if position:
-                if "default" in start:
-                    torch.set_rng_state(start["default"].cpu())
-                    set_states(self._own(), start["own"])
+                if "default" in state:
+                    torch.set_rng_state(state["default"].cpu())
+                    set_states(self._own(), state["own"])
                 for _ in range(position):
                     self._next()
         except BaseException:
-            kept = {name: start[name] for name in ("new", "default", "own") if name in start}
-            self._iterator, self._position, self._start = None, position, kept  # the next draw tries again
+            start = {name: state[name] for name in ("new", "default", "own") if name in state}
+            self._iterator, self._position, self._start = None, position, start  # the next draw tries again
             raise
         finally:
             self._passes = passes
-            set_states(self._own(), present)
+            set_states(self._own(), state["present"])
             torch.set_rng_state(default)
 
-    def mark(self) -> tuple[Any, ...]:
+    def mark(self) -> dict[str, Any]:
         """Return the current position, for `rewind`; costs next to nothing."""
-        if self.data is None:
-            return ()
-        if type(self.data) in (list, tuple):  # as at each compiled step
-            return self._passes, self._position, {}, {}
-        return self._passes, self._position, self._get_pass_start(), states_of(self._own())
+        if self.data is None or type(self.data) in (list, tuple):  # as at each compiled step
+            return {"position": self._position, "passes": self._passes, "present": {}}
+        start = self._get_pass_start()
+        return {"position": self._position, "passes": self._passes, "present": states_of(self._own()), **start}
 
-    def rewind(self, mark: tuple[Any, ...]) -> None:
+    def rewind(self, mark: dict[str, Any]) -> None:
         """Go back to a position, as after loading a state; impossible if data do not repeat their order."""
-        if not mark:
-            return
-        passes, position, start, present = mark
-        if (passes, position) != (self._passes, self._position):
-            self._resume(passes, position, start, present)
+        if (mark["position"], mark["passes"]) != (self._position, self._passes):
+            self._resume(mark)
         else:
-            set_states(self._own(), present)
+            set_states(self._own(), mark["present"])
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterators cannot be copied: a copy continues at its position, as after loading a state.
@@ -475,12 +465,6 @@ def _batches_of(data: Any) -> int | None:
         return None
 
 
-def _makes_new(data: Any) -> bool:
-    """Return True if all batches are new tensors, as a ``DataLoader`` with torch's default collation makes them."""
-    collate = getattr(data, "collate_fn", None)
-    return collate is not None and collate is torch.utils.data.default_collate
-
-
 def _mark(arguments: tuple[Any, ...]) -> list[tuple[Any, int]]:
     """Return the parts of a batch, each with its number of in-place writes (-1 if unknown)."""
     return [*((part, 0) for part in arguments), *((leaf, version_of(leaf)) for leaf in tree_leaves(arguments))]
@@ -514,10 +498,10 @@ class _OnDraws(Objective):
     def begin(self) -> None:
         self._source.begin()
 
-    def mark(self) -> tuple[Any, ...]:
+    def mark(self) -> dict[str, Any]:
         return self._source.mark()
 
-    def rewind(self, mark: tuple[Any, ...]) -> None:
+    def rewind(self, mark: dict[str, Any]) -> None:
         self._source.rewind(mark)
 
 
@@ -579,14 +563,9 @@ class _Composed:
         return self.function(value) if isinstance(value, Tensor) else value
 
 
-class _Mean:
-    """Mean loss of the parts of a sample, for callers that do not take them one by one."""
-
-    def __init__(self, parts: list[Sample]) -> None:
-        self.parts = parts
-
-    def __call__(self) -> Any:
-        return torch.stack([part() for part in self.parts]).mean()
+def _mean_of(parts: Sequence[Sample]) -> Any:
+    """Return the mean loss of the parts of a sample, for callers that do not take them one by one."""
+    return torch.stack([part() for part in parts]).mean()
 
 
 class Sample:

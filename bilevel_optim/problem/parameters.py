@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Never, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ __all__ = [
     "Rate",
     "as_groups",
     "consistently_named",
-    "has_options_of_sgd",
     "is_count",
     "is_number",
     "level_of",
@@ -79,15 +78,17 @@ def is_count(value: object) -> bool:
 
 def as_groups(parameters: Params, level: str) -> list[dict[str, Any]]:
     """Return the groups in ``parameters``, marked with their level."""
+    entries: list[Any] = []
     if isinstance(parameters, torch.nn.Module):
-        _refuse_module(parameters, level)
-    if isinstance(parameters, (Tensor, dict)) or not isinstance(parameters, Iterable):
+        entries = [parameters]
+    elif isinstance(parameters, (Tensor, dict)) or not isinstance(parameters, Iterable):
         raise TypeError(
             f"{level} parameters should be an iterable of tensors, of (name, tensor) pairs or of dicts, but got "
             f"{torch.typename(parameters)}"
             f"{' (write [tensor])' if isinstance(parameters, Tensor) else '; pass model.parameters() or a list'}"
         )
-    entries: list[Any] = list(parameters)
+    else:
+        entries = list(parameters)
     if not entries:
         why = (
             ": the iterator that was passed is used up (it has been iterated before), or its module has no "
@@ -97,9 +98,11 @@ def as_groups(parameters: Params, level: str) -> list[dict[str, Any]]:
             f"optimizer got an empty {level} parameter list"
             f"{why if isinstance(parameters, Iterator) else '; pass at least one tensor'}"
         )
-    for entry in entries:
-        if isinstance(entry, torch.nn.Module):
-            _refuse_module(entry, level)
+    if modules := [entry for entry in entries if isinstance(entry, torch.nn.Module)]:
+        raise TypeError(
+            f"{level} parameters should be tensors, but got the module {type(modules[0]).__name__}: pass its "
+            ".parameters()"
+        )
     groups: list[dict[str, Any]] = [dict(e) for e in entries] if isinstance(entries[0], dict) else [{"params": entries}]
     for group in groups:
         if "params" not in group:
@@ -110,11 +113,6 @@ def as_groups(parameters: Params, level: str) -> list[dict[str, Any]]:
         group["params"] = [given] if isinstance(given, Tensor) else list(given)
         group["level"] = level
     return groups
-
-
-def _refuse_module(module: torch.nn.Module, level: str) -> Never:
-    name = type(module).__name__
-    raise TypeError(f"{level} parameters should be tensors, but got the module {name}: pass its .parameters()")
 
 
 def unnamed(entry: Tensor | tuple[str, Tensor]) -> Tensor:
@@ -145,36 +143,10 @@ def level_of(group: Any) -> str | None:
     return cast(str, level)
 
 
-def has_options_of_sgd(
-    groups: Iterable[Mapping[str, Any]], own: Mapping[str, str], method: str, known: Collection[str] = ()
-) -> bool:
-    """Return True if an upper group has options of torch's SGD; raise if a method makes that level's steps itself.
-
-    Args:
-        groups: all parameter groups.
-        own: by level: what the method moves itself; empty if an optimizer does.
-        method: name of the method.
-        known: options that the method's own lower steps have too. Default: none.
-    """
-    found = False
-    for group in groups:
-        level = group["level"]
-        for name in OF_SGD:
-            if group.get(name):
-                if own[level] and not (level == "lower" and name in known):
-                    raise ValueError(
-                        f"Invalid {name} value: {group[name]} ({method} has its own update of {own[level]}; leave "
-                        f"{name} out of the {level} groups)"
-                    )
-                found = found or level == "upper"
-    return found
-
-
 def require_one_level(group: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """Raise ValueError if a parameter of ``group`` already belongs to a group of the other level."""
     elsewhere = {id(p): other["level"] for other in others for p in other["params"] if other["level"] != group["level"]}
-    for i, entry in enumerate(group["params"] if not isinstance(group["params"], Tensor) else [group["params"]]):
-        name, parameter = entry if isinstance(entry, tuple) else (i, entry)
+    for name, parameter in _named(group):
         if id(parameter) in elsewhere:
             raise ValueError(
                 f"{group['level']} parameter {name!r} of shape {tuple(parameter.shape)} is also among the "
@@ -267,13 +239,11 @@ def _named(group: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return [p if isinstance(p, tuple) else (name, p) for name, p in zip(names, params, strict=True)]
 
 
-def by_level(groups: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def by_level(groups: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return the groups of each level, with the parameters that require a gradient; raise for an invalid rate."""
+    require_rates(groups)
     found: dict[str, list[dict[str, Any]]] = {level: [] for level in LEVELS}
     for group in groups:
-        rate = group["lr"]
-        if type(rate) is not float or not 0 <= rate < math.inf:
-            require_rates((group,))
         found[group["level"]].append({**group, "params": [p for p in group["params"] if p.requires_grad]})
     return found
 
@@ -323,7 +293,9 @@ def overlaps_itself(t: Tensor) -> bool:
     reach = 0  # the furthest entry along the dimensions with smaller strides
     for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
         if stride <= reach:
-            return _count_places(t) < t.numel()
+            places = torch.zeros(_length(t) if t.numel() else 0, dtype=torch.bool, device="cpu")
+            places.as_strided(t.shape, t.stride()).fill_(True)
+            return int(places.sum()) < t.numel()
         reach += stride * (size - 1)
     return False
 
@@ -356,13 +328,6 @@ def _span(t: Tensor, index: int) -> Span | None:
 def _length(t: Tensor) -> int:
     """Return the number of places from a tensor's first entry to its last."""
     return 1 + sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True))
-
-
-def _count_places(t: Tensor) -> int:
-    """Return the number of places in memory that the entries of a tensor have."""
-    places = torch.zeros(_length(t) if t.numel() else 0, dtype=torch.bool, device="cpu")
-    places.as_strided(t.shape, t.stride()).fill_(True)
-    return int(places.sum())
 
 
 def _sharing(cluster: Sequence[Span], tensors: Sequence[Tensor]) -> list[int]:

@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -136,23 +136,15 @@ RandomState = tuple[Tensor, ...]  # of the host, and of a device with a random s
 
 def default_state(device: torch.device) -> RandomState:
     """Return the state of torch's default generators for evaluations on a device (if unknown, the host's alone)."""
-    if device.type == "cpu":
-        return (torch.get_rng_state(),)
-    own = _own_state(device.type)
-    if own is None:
-        return (torch.get_rng_state(),)
-    read, _, alone = own
-    return torch.get_rng_state(), read() if alone else read(device)
+    own = _own_state(device)
+    return (torch.get_rng_state(),) if own is None else (torch.get_rng_state(), own[0]())
 
 
 def set_default_state(device: torch.device, state: RandomState) -> None:
     """Restore a state from `default_state`."""
     torch.set_rng_state(state[0])
-    if len(state) > 1:
-        own = _own_state(device.type)
-        assert own is not None
-        _, write, alone = own
-        write(state[1]) if alone else write(state[1], device)
+    if (own := _own_state(device)) is not None:
+        own[1](state[1])
 
 
 def require_replayable(device: torch.device, state: RandomState) -> None:
@@ -166,17 +158,18 @@ def require_replayable(device: torch.device, state: RandomState) -> None:
 
 
 @cache
-def _own_state(kind: str) -> tuple[Callable[..., Tensor], Callable[..., None], bool] | None:
-    """Return how torch reads and sets the random state of a kind of accelerator, and whether it has one device only.
-
-    None if torch cannot.
-    """
+def _own_state(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]] | None:
+    """Return functions that read and set the random state of an accelerator; None for the CPU, or if torch cannot."""
     try:
-        module = torch.get_device_module(kind)
+        module = None if device.type == "cpu" else torch.get_device_module(device.type)
     except RuntimeError:
         return None
     read, write = (getattr(module, f"{verb}_rng_state", None) for verb in ("get", "set"))
-    return None if read is None or write is None else (read, write, not inspect.signature(read).parameters)
+    if read is None or write is None:
+        return None
+    if not inspect.signature(read).parameters:  # there is one device only
+        return read, write
+    return partial(read, device), lambda state: write(state, device)
 
 
 def uniform_ball(like: Sequence[Tensor], radius: float, generator: torch.Generator | None = None) -> Vector:
@@ -235,16 +228,17 @@ def _is_generator(value: Any) -> bool:
 
 def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of generators, as tensors and built-in types of Python."""
-    return {name: _state_of(generator) for name, generator in generators.items()}
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    state = generator.get_state(legacy=False) if hasattr(generator, "get_state") else generator.bit_generator.state
-    return tree_map(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, state)
+    found: dict[str, Any] = {}
+    for name, generator in generators.items():
+        if isinstance(generator, torch.Generator):
+            found[name] = generator.get_state()
+        elif isinstance(generator, random.Random):
+            found[name] = generator.getstate()
+        else:
+            old = hasattr(generator, "get_state")  # a RandomState of NumPy
+            state = generator.get_state(legacy=False) if old else generator.bit_generator.state
+            found[name] = tree_map(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, state)
+    return found
 
 
 def set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:

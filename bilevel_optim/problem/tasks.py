@@ -20,10 +20,10 @@ __all__ = [
     "TaskSampler",
     "TensorTasks",
     "Whole",
+    "as_start",
     "draw",
     "draw_apart",
     "draw_whole",
-    "fresh_start",
     "length_of",
     "require_ids",
     "sample",
@@ -82,16 +82,16 @@ class TensorTasks:
     """
 
     def __init__(self, lower: Any, upper: Any = None) -> None:
-        self._lower = lower
-        self._upper = lower if upper is None else upper
-        sizes = [self._sizes(name, data) for name, data in (("lower", self._lower), ("upper", self._upper))]
-        if sizes[0][0] != sizes[1][0]:
+        self._data = {"lower": lower, "upper": lower if upper is None else upper}
+        sizes = {level: self._sizes(level, data) for level, data in self._data.items()}
+        self._tasks, others = sizes["lower"][0], sizes["upper"][0]
+        if self._tasks != others:
             raise ValueError(
-                f"the lower data are of {sizes[0][0]} tasks, but the upper data of {sizes[1][0]}; each task needs "
+                f"the lower data are of {self._tasks} tasks, but the upper data of {others}; each task needs "
                 "both, so pass the same tasks in the same order"
             )
         self._last: tuple[Tensor, Tensor] | None = None  # ids, and their copy on another device
-        self._tasks, self._rows = sizes[0][0], {"lower": sizes[0][1], "upper": sizes[1][1]}
+        self._rows = {level: rows for level, (_, rows) in sizes.items()}
 
     @staticmethod
     def _sizes(name: str, data: Any) -> tuple[int, int]:
@@ -126,8 +126,8 @@ class TensorTasks:
 
     def to(self, device: torch.device | str) -> TensorTasks:
         """Return the same tasks with their data on a device."""
-        lower, upper = (tree_map(lambda t: t.to(device), data) for data in (self._lower, self._upper))
-        return TensorTasks(lower, None if self._upper is self._lower else upper)
+        lower, upper = (tree_map(lambda t: t.to(device), data) for data in self._data.values())
+        return TensorTasks(lower, None if self._data["upper"] is self._data["lower"] else upper)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw task ids, as different as possible, in random order."""
@@ -150,19 +150,20 @@ class TensorTasks:
 
     def lower(self, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
         """Draw rows of the lower data of these tasks."""
-        return self._draw("lower", self._lower, tasks, n, generator)
+        return self._draw("lower", tasks, n, generator)
 
     def upper(self, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
         """Draw rows of the upper data of these tasks."""
-        return self._draw("upper", self._upper, tasks, n, generator)
+        return self._draw("upper", tasks, n, generator)
 
-    def _draw(self, name: str, data: Any, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
+    def _draw(self, level: str, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
+        data = self._data[level]
         device = tree_leaves(data)[0].device
         ids = self._placed(tasks, device)
         if n is None:
             return tree_map(lambda t: t[ids], data)
         shape = (len(tasks), n)
-        rows = torch.randint(self._rows[name], shape, generator=generator, device=device_of(generator))
+        rows = torch.randint(self._rows[level], shape, generator=generator, device=device_of(generator))
         rows = to_device(rows, device)
         return tree_map(lambda t: t[ids.unsqueeze(1), rows], data)
 
@@ -176,7 +177,7 @@ class TensorTasks:
 
     def apart(self, level: str, tasks: Tensor, n: int, generators: Iterable[torch.Generator]) -> Any:
         """Draw rows of the lower or upper data of each task with its own generator."""
-        data, count = self._lower if level == "lower" else self._upper, self._rows[level]
+        data, count = self._data[level], self._rows[level]
         device = tree_leaves(data)[0].device
         rows = [torch.randint(count, (n,), generator=own, device=own.device) for own in generators]
         index = to_device(tasks, device).unsqueeze(1), to_device(torch.stack(rows), device)
@@ -389,15 +390,11 @@ def starting_points(y: Vector, names: Sequence[str], tasks: Any, count: int, low
     """Return the starting points of the tasks' lower solves: those of ``lower_init``, by default ``y``."""
     if lower_init is None:
         return Vector(t.detach().expand(count, *t.shape) for t in y)
-    return _as_start(lower_init(tasks), y, names, (count,))
+    return as_start(lower_init(tasks), y, names, (count,))
 
 
-def fresh_start(y: Vector, names: Sequence[str], lower_init: LowerInit) -> Vector:
-    """Return the user's starting point of a lower solve without tasks."""
-    return _as_start(lower_init(), y, names, ())
-
-
-def _as_start(given: Any, y: Vector, names: Sequence[str], leading: tuple[int, ...]) -> Vector:
+def as_start(given: Any, y: Vector, names: Sequence[str], leading: tuple[int, ...] = ()) -> Vector:
+    """Return a result of ``lower_init`` as a vector; ``leading`` are its dimensions before those of y."""
     values = [given] if isinstance(given, Tensor) else list(given)
     if len(values) != len(y):
         raise ValueError(

@@ -53,8 +53,7 @@ class AGD(Optimizer):
     def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.0) -> None:
         if lr < 0.0:
             raise ValueError(f"Invalid learning rate: {lr}")
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"Invalid momentum value: {momentum} (a number of at least 0 and below 1)")
+        require("momentum", momentum, 0.0 <= momentum < 1.0, MOMENTUM)
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()

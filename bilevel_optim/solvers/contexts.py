@@ -215,14 +215,12 @@ def _epoch(
     """Return the means of one epoch of these contexts together."""
     blocks = ((done, min(BLOCK, 2**e - done)) for done in range(0, 2**e, BLOCK))
     heads = (head for done, size in blocks for head in contexts.heads(oracle, slots, PATH, e, done, times=size))
-    if len(slots) == 1:  # no stack, which would make a step slower
-        alone = local_problem(oracle)
+    alone = len(slots) == 1  # no stack, which would make a step slower
+    problem = local_problem(oracle) if alone else stacked(oracle, start, shared_rng=True)
 
-        def own() -> Sample:
-            return Sample(oracle.g.loss, (select(next(heads), 0),), once=True)
+    def own() -> Sample:
+        head = next(heads)
+        return Sample(problem.g.loss, (select(head, 0) if alone else head,), once=True)
 
-        (mean,) = epoch_sgd(alone, start.lane(0), 1, rates, own, first=e)
-        return Vector(t.unsqueeze(0) for t in mean)
-    problem = stacked(oracle, start, shared_rng=True)
-    (mean,) = epoch_sgd(problem, start, 1, rates, lambda: Sample(problem.g.loss, (next(heads),), once=True), first=e)
-    return mean
+    (mean,) = epoch_sgd(problem, start.lane(0) if alone else start, 1, rates, own, first=e)
+    return Vector(t.unsqueeze(0) for t in mean) if alone else mean

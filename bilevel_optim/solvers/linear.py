@@ -80,7 +80,7 @@ class LinearSolution(NamedTuple):
         rest = b - product
         rest = rest.add(self.solution, -self.damping) if self.damping else rest
         residual, norm = (rest.lane_norm(), b.lane_norm()) if lanes else (rest.norm(), b.norm())
-        return self._replace(residual=residual, relative=_relative(residual, norm))
+        return self._replace(residual=residual, relative=quotient(residual, norm))
 
 
 def cg(
@@ -143,9 +143,8 @@ def cg(
         r, v, atol = scaled if r is right else r.times(inverse), v.times(inverse), atol * inverse
         turn = None if turn is None else turn.times(inverse)
         right = scaled
-    stop = _Stop(steps, tol, atol, looked_at)
     algebra = _NUMBERS if one_here else _LANES if lanes else _SCALARS
-    v, residual, *figures, _, turn = _cg(apply, right, v, r, turn, stop, algebra)
+    v, residual, *figures, _, turn = _cg(apply, right, v, r, turn, steps, tol, atol, looked_at, algebra)
     if unit is not None:
         v, residual = v.times(unit), residual * unit
         turn = None if turn is None else turn.times(unit)
@@ -208,35 +207,36 @@ def _unit(r: Vector, lanes: bool, norm: float | None, *, read: bool) -> Any:
     return None if ordinary or not 0 < norm < inf else max(norm, kind.tiny)
 
 
-class _Stop(NamedTuple):
-    steps: int
-    tol: float
-    atol: float | Tensor
-    looked_at: float  # tolerance; if it is zero, the host does not look
-
-
 def _cg(
     apply: Product,
     b: Vector,
     v: Vector,
     r: Vector,
     turn: Vector | None,
-    stop: _Stop,
+    steps: int,
+    tol: float,
+    atol: float | Tensor,
+    looked_at: float,
     algebra: _Algebra,
 ) -> LinearSolution:
-    """Run the iterations from v, whose residual is r.
+    r"""Run the iterations from v, whose residual is r.
 
-    The first direction is r, plus ``turn`` where the sum is a direction of descent.
+    .. math::
+        \alpha = \|r\|^2 / p^\top H p, \qquad v' = v + \alpha p, \qquad r' = r - \alpha H p, \qquad
+        p' = r' + p\, \|r'\|^2 / \|r\|^2 .
+
+    The first direction p is r, plus ``turn`` where the sum is a direction of descent. If the tolerance ``looked_at``
+    is zero, the host does not look whether a system goes on.
     """
-    dot, add, where = algebra
+    dot, norm, where = algebra
     eps, square = coarsest(b), dot(b, b)
     rr = square if r is b else dot(r, r)
     noise = 4 * eps if eps < 1e-6 else eps  # relative error of H v; sums of half precision are made in single
-    floor, given = max(stop.tol, eps) ** 2 * square, stop.atol**2
+    floor, given = max(tol, eps) ** 2 * square, atol**2
     floor, p, pp = where(floor > given, floor, given), r, rr
     if turn is not None:
         # p'r = r'r makes the length of the first step the best one, also if b or H has changed.
-        tilted = add(r, turn, 1.0)
+        tilted = r.add(turn, 1.0)
         descent = dot(tilted, r)
         good = descent > 0.1 * rr
         p = _where(good, tilted.times(where(good, rr / where(good, descent, 1.0), 1.0)), r)
@@ -246,10 +246,10 @@ def _cg(
     # A Hessian of condition kappa lifts residuals sqrt(kappa)-fold at most. A start that is solved may be kept.
     most, solved = where(rr > square, rr, square) / eps, rr <= eps * square
     best, best_rr = v, rr
-    length, pivot, before = 0.0 * rr if r is b else _norm_and_inverse(v, algebra)[0] ** 2, 0.0 * rr, rr
+    length, pivot, before = 0.0 * rr if r is b else norm(v) ** 2, 0.0 * rr, rr
     top, least, energy = pivot, pivot + inf, rr
-    for k in range(stop.steps):
-        if _seen_done(active, k, stop.looked_at):
+    for k in range(steps):
+        if _seen_done(active, k, looked_at):
             break
         hp = apply(p)
         if k == 0:
@@ -257,23 +257,27 @@ def _cg(
             # term and x does not move, nor explode: ||r||^2 / |r'Hr| does where r'Hr is near zero. The step
             # r ||r|| / ||Hr|| is along r, at most ||r|| over the smallest |eigenvalue| long, and its residual is at
             # most 2 ||r||. If H is positive definite, CG's own first step may lift the residual and still be better.
-            size, inverse = _norm_and_inverse(hp, algebra)
+            size = norm(hp)
             top = size / where(pp > 0, pp, 1.0) ** 0.5
-            safe = where(solved, 0.0, rr**0.5 * inverse)
+            safe = where(solved, 0.0, rr**0.5 * where(size > 0, 1 / where(size > 0, size, 1.0), 0.0))
             begun, first, image = (v, r), p, hp
-        # The pivots p'Hp / r'r of the Lanczos matrix are at least its smallest eigenvalue.
-        v, r, p, new_rr, curvature, negative = _iteration(algebra, v, r, p, hp, rr, active, noise * top * rr)
+        curvature = dot(p, hp)
+        negative = active & (curvature <= noise * top * rr)
         active = active ^ negative
         indefinite, iterations = indefinite | negative, iterations + active
+        # A finished solve is frozen by zero steps instead of a branch, which would need the host.
         alpha = where(active, rr / where(active, curvature, 1.0), 0.0)
+        v, r = v.add(p, alpha), r.add(hp, -alpha)
+        # The pivots p'Hp / r'r of the Lanczos matrix are at least its smallest eigenvalue.
         upper, pivot = rr / where(before > 0, before, 1.0) * pivot, curvature / where(rr > 0, rr, 1.0)
         least = where(active & (pivot < least), pivot, least)
         if turn is not None and k == 0:
             pivot = 0.0 * pivot  # only in a row of residuals is it an entry of the Lanczos matrix
         top = where(active & (pivot + upper > top), pivot + upper, top)
         length = length + alpha * alpha * pp
-        before, rr = rr, new_rr
+        before, rr = rr, where(active, dot(r, r), rr)
         ratio = where(active, rr / where(before > 0, before, 1.0), 0.0)
+        p = r.add(p, ratio)
         if turn is None:
             pp = rr + ratio**2 * pp
         else:
@@ -281,12 +285,12 @@ def _cg(
             if k == 0:
                 energy = curvature
             share = where(energy > 0, dot(r, image) / where(energy > 0, energy, 1.0), 0.0)
-            p = add(p, first, -(share + ratio if k == 0 else share))
+            p = p.add(first, -(share + ratio if k == 0 else share))
             pp = dot(p, p)
         better = active & (rr < (best_rr if k else where(solved, before, GROWTH * square)))
         if k == 0 and better is not True:
-            rest = add(begun[1], image, -safe)
-            best, best_rr = add(begun[0], first, safe), dot(rest, rest)
+            rest = begun[1].add(image, -safe)
+            best, best_rr = begun[0].add(first, safe), dot(rest, rest)
         best, best_rr = _where(better, v, best), where(better, rr, best_rr)
         growing = active & (rr > most) & (rr < inf)  # an infinite one is left for the caller
         rounded = active & (rr <= (noise * top) ** 2 * length)
@@ -305,7 +309,7 @@ def _cg(
     condition = top * where(lift > inverse, lift, inverse)
     if isinstance(rr, Tensor):
         residual = rr.sqrt()
-        relative = _relative(residual, square.sqrt())
+        relative = quotient(residual, square.sqrt())
         unfinished = active & ~diverged & (relative * condition > ENDED)
     else:
         own, share = sqrt(rr), sqrt(rr) / max(sqrt(square), SMALLEST)
@@ -319,61 +323,14 @@ def _cg(
 
 
 class _Algebra(NamedTuple):
-    """Operations on vectors, and on the scalars made of them.
+    """Scalars made of vectors, and a choice between two of them as ``torch.where`` makes it.
 
-    Attributes:
-        dot: the inner product; with many systems, one for each.
-        add: ``(vector, other, alpha) -> vector + alpha * other``.
-        where: chooses between two scalars, as ``torch.where`` does.
+    With many systems, ``dot`` and ``norm`` return one scalar for each.
     """
 
     dot: Callable[[Any, Any], Any]
-    add: Callable[[Any, Any, Any], Any]
+    norm: Callable[[Any], Any]
     where: Callable[[Any, Any, Any], Any] = torch.where
-
-
-def _iteration(
-    algebra: _Algebra, v: Any, r: Any, p: Any, hp: Any, rr: Any, active: Any, least: Any
-) -> tuple[Any, Any, Any, Any, Any, Any]:
-    r"""Run the part of an iteration after the product, for every active system; the others stay as they are.
-
-    .. math::
-        \alpha = \|r\|^2 / p^\top H p, \qquad v' = v + \alpha p, \qquad r' = r - \alpha H p, \qquad
-        p' = r' + p\, \|r'\|^2 / \|r\|^2 .
-
-    Args:
-        algebra: operations on these vectors and scalars.
-        v: solutions so far.
-        r: residuals.
-        p: directions.
-        hp: products of H with the directions.
-        rr: squared lengths of the residuals.
-        active: whether a system goes on.
-        least: curvatures :math:`p^\top H p` up to this count as non-positive.
-
-    Returns:
-        The new v, r, p and rr; the curvatures; whether an active system stays because its direction has non-positive
-        curvature.
-    """
-    dot, add, where = algebra
-    curvature = dot(p, hp)
-    negative = active & (curvature <= least)
-    active = active ^ negative
-    # A finished solve is frozen by zero steps instead of a branch, which would need the host.
-    alpha = where(active, rr / where(active, curvature, 1.0), 0.0)
-    v, r = add(v, p, alpha), add(r, hp, -alpha)
-    length = dot(r, r)
-    p = add(r, p, where(active, length / where(rr > 0, rr, 1.0), 0.0))
-    return v, r, p, where(active, length, rr), curvature, negative
-
-
-def _norm_and_inverse(vector: Vector, algebra: _Algebra) -> tuple[Any, Any]:
-    """Return the norm and 1 / norm, zero for a zero vector: numbers, scalar tensors, or one value for each lane."""
-    if algebra is _NUMBERS:
-        norm = float(vector.norm())
-        return norm, 1 / norm if norm else 0.0
-    norms = vector.lane_norm() if algebra is _LANES else vector.norm()
-    return norms, _inverse(norms)
 
 
 def _number(a: Vector, b: Vector) -> float:
@@ -382,12 +339,16 @@ def _number(a: Vector, b: Vector) -> float:
     return value if isfinite(value) else nan
 
 
+def _length(a: Vector) -> float:
+    return float(a.norm())
+
+
 def _either(condition: bool, a: float, b: float) -> float:
     return a if condition else b
 
 
-_SCALARS, _LANES = _Algebra(Vector.dot, Vector.add), _Algebra(Vector.lane_dot, Vector.add)
-_NUMBERS = _Algebra(_number, Vector.add, _either)  # they cost less than operations on scalar tensors
+_SCALARS, _LANES = _Algebra(Vector.dot, Vector.norm), _Algebra(Vector.lane_dot, Vector.lane_norm)
+_NUMBERS = _Algebra(_number, _length, _either)  # they cost less than operations on scalar tensors
 
 
 def minres(
@@ -475,7 +436,7 @@ def minres(
         iterations = iterations + active
     found = _finished(v, residual, iterations, b_norm, residual, damping)  # the residual never grows
     condition = size * (1 / least).maximum(norm(v - first) * _inverse(b_norm))
-    far = _relative(residual, b_norm) * condition > ENDED
+    far = quotient(residual, b_norm) * condition > ENDED
     return found._replace(condition=condition, unfinished=(residual > floor) & ~stuck & outside & far)
 
 
@@ -513,7 +474,7 @@ def direct(matrix: Tensor, b: Sequence[Tensor], *, damping: float = 0.0, lanes: 
         residual, norm = residual.squeeze(0), norm.squeeze(0)
     v = Vector(p.reshape(t.shape).to(t.dtype) for p, t in zip(torch.split(flat, sizes, 1), b, strict=True))
     once, no = torch.ones_like(residual, dtype=torch.int64), torch.zeros_like(residual, dtype=torch.bool)
-    relative = _relative(residual, norm)
+    relative = quotient(residual, norm)
     return LinearSolution(v, residual, once, no, relative, relative > unsolved_from([right]), damping=damping)
 
 
@@ -659,9 +620,9 @@ def _inverse(value: Tensor) -> Tensor:
     return torch.where(value > 0, 1 / torch.where(value > 0, value, 1.0), 0.0)
 
 
-def _relative(residual: Tensor, norm: Tensor) -> Tensor:
-    """Return the residual in units of the right-hand side; it is finite if both are."""
-    return residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+def quotient(size: Tensor, unit: Tensor) -> Tensor:
+    """Return a size in units of another; it is finite if both are."""
+    return size / unit.clamp_min(torch.finfo(unit.dtype).tiny)
 
 
 def _host_looks(t: Tensor, k: int = 0, tol: float = 0.0) -> bool:
@@ -700,5 +661,5 @@ def _finished(
     # Directions of small negative curvature grow a little in each solve; warn only of growth that adds up over steps.
     start = b_norm if first is b_norm else torch.maximum(b_norm, first)
     diverged = (residual > 1.5 * start) | ((residual > first) & (residual > 10 * b_norm))
-    relative, no = _relative(residual, b_norm), torch.zeros_like(diverged)
+    relative, no = quotient(residual, b_norm), torch.zeros_like(diverged)
     return LinearSolution(v, residual, iterations, no, relative, diverged, damping=damping)

@@ -19,8 +19,9 @@ from ..problem.parameters import Rate, rates_of
 from ..problem.vector import Later, Vector, is_sharded
 from ..tracing import is_tracing, span
 from .agd import AGD
-from .functional import Memory, sgd, updated
+from .functional import Memory, updated
 from .limits import Limits, changes
+from .linear import quotient
 
 __all__ = [
     "GROWS",
@@ -31,11 +32,9 @@ __all__ = [
     "LowerRule",
     "LowerRules",
     "Memory",
-    "gradient_dot",
     "is_known",
     "largest_rate",
     "needs_closure",
-    "sgd",
 ]
 
 Factory = Callable[[Any], Optimizer]
@@ -157,13 +156,14 @@ class LowerRule:
         rates: learning rate of each tensor.
         plain: the update is a gradient step and nothing else.
         kind: class of the optimizer if its update is known; else `Optimizer`.
+        shapes: shapes of the tensors that the rule was made for.
         carried: the options that depend on upper parameters: group, name and value with its graph.
     """
 
     def __init__(
         self, factory: Factory, groups: Sequence[dict[str, Any]], like: Vector, limits: Limits | None = None
     ) -> None:
-        self.limits, self._is_limited = limits or Limits(), bool(limits)
+        self.limits = limits or Limits()
         single = next((p for group in groups for p in group["params"]), None)
         self.lead = like[0].dim() - single.dim() if isinstance(single, Tensor) else 0  # dimensions that number copies
         # The optimizer has tensors of its own, which hold values only during its steps.
@@ -172,6 +172,7 @@ class LowerRule:
         self._scratch = Vector(t.detach().requires_grad_() for t in self._empty)
         self._sizes = [(t.shape, t.dtype, t.device) for t in self._scratch]
         remaining = iter(self._scratch)
+        self.shapes = [tuple(t.shape) for t in like]
         own = [{"params": [next(remaining) for _ in group["params"]], **_options(group)} for group in groups]
         self.optimizer = factory(own)
         self._given = [{*_options(group)} for group in groups]  # names of options that the groups themselves hold
@@ -233,29 +234,12 @@ class LowerRule:
                 return False
         return self._sizes == [(t.shape, t.dtype, t.device) for t in like]
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the tensors that the rule was made for."""
-        return [tuple(shape) for shape, *_ in self._sizes]
-
     def with_rates(self, rates: Sequence[Any], limits: Limits | None) -> LowerRule:
         """Return the same update with another learning rate for each group, and other limits, for a compiled step."""
         groups = [{**own, "lr": rate} for own, rate in zip(self.optimizer.param_groups, rates, strict=True)]
-        other = object.__new__(LowerRule)
-        other.limits, other.lead, other.kind = limits or self.limits, self.lead, self.kind
-        # Not bool(), which Dynamo of torch 2.11 cannot trace.
-        other._is_limited = (other.limits.clip or other.limits.projection) is not None
-        other.evaluates_once = self.evaluates_once
-        pairs = [*zip(self.optimizer.param_groups, groups, strict=True)] if self.carried else []
-        other.carried = [
-            (new, name, value)
-            for group, name, value in self.carried
-            for own, new in pairs
-            if own is group and name != "lr"
-        ]
-        other._initial = self._initial
+        other = self.with_limits(limits or self.limits)
         other.optimizer = _Groups(groups, self.kind, self.optimizer.defaults)  # type: ignore[assignment]
-        other.rates, other.plain = rates_of(groups), self.plain
+        other.rates = rates_of(groups)
         return other
 
     def with_limits(self, limits: Limits) -> LowerRule:
@@ -273,7 +257,8 @@ class LowerRule:
 
         ``sized``: compute the norm of the last one too.
         """
-        solved = self._limited(y, memory, gradient, sized) if self._is_limited else self._step(y, memory, gradient)
+        limited = self.limits.clip is not None or self.limits.projection is not None
+        solved = self._limited(y, memory, gradient, sized) if limited else self._step(y, memory, gradient)
         if sized and solved.gradient is not None:
             solved = solved._replace(size=solved.norm(bool(self.lead)))
         return solved
@@ -308,35 +293,30 @@ class LowerRule:
         )
 
     def _step(self, y: Vector, memory: Memory, gradient: Gradient) -> LowerResult:
-        groups, kind = self.optimizer.param_groups, self.kind
         if self.plain:
             _, slope = gradient(y)
             return LowerResult(y.descended(slope, self.rates), memory, slope)
-        each = [group for group in groups for _ in group["params"]]
-        if kind is SGD:
-            _, slope = gradient(y)
-            pairs = [sgd(*one) for one in zip(each, y, memory, slope, strict=True)]
-            return LowerResult(Vector(value for value, _ in pairs), [state for _, state in pairs], slope)
-        if kind is AGD:
+        if self.kind is AGD:
+            each = [group for group in self.optimizer.param_groups for _ in group["params"]]
             ahead = [
                 torch.add(v, v - state["previous"], alpha=group["momentum"]) if "previous" in state else v
                 for group, v, state in zip(each, y, memory, strict=True)
             ]
             _, slope = gradient(Vector(ahead))
             return LowerResult(Vector(ahead).descended(slope, self.rates), [{"previous": v} for v in y], slope)
-        return self._by_torch(y, memory, gradient)
+        if self.kind is not SGD and not is_tracing():
+            return self._by_torch(y, memory, gradient)
+        if self.kind is Optimizer:
+            name = type(self.optimizer).__name__
+            raise NotImplementedError(
+                f"the optimizer {name} is not an unchanged one of torch's, so it cannot be traced"
+            )
+        _, slope = gradient(y)
+        values, kept = updated(self.optimizer, y, memory, slope)
+        return LowerResult(Vector(values).detach(), kept, slope)
 
     def _by_torch(self, y: Vector, memory: Memory, gradient: Gradient) -> LowerResult:
-        """Make one step by the optimizer itself, on copies; in a trace by its differentiable form."""
-        if is_tracing():
-            if self.kind is Optimizer:
-                name = type(self.optimizer).__name__
-                raise NotImplementedError(
-                    f"the optimizer {name} is not an unchanged one of torch's, so it cannot be traced"
-                )
-            _, slope = gradient(y)
-            values, kept = updated(self.optimizer, y, memory, slope)
-            return LowerResult(Vector(values).detach(), kept, slope)
+        """Make one step by the optimizer itself, on copies."""
         for scratch, value, state in zip(self._scratch, y, memory, strict=True):
             if is_sharded(scratch):
                 Vector([scratch.detach()]).copy_([value])
@@ -375,8 +355,9 @@ class LowerRule:
         steps: int,
         draw: Callable[[], Gradient],
         tol: float = 0.0,
+        states: list[Memory] | None = None,
     ) -> LowerResult:
-        """Make several steps, each on a gradient function from ``draw``.
+        """Make several steps, each on a gradient function from ``draw``; ``states`` gets the state before each of them.
 
         With a positive ``tol``, which costs a host synchronisation per step, the first step whose gradient has at most
         that norm is the last one.
@@ -385,6 +366,8 @@ class LowerRule:
         early = []
         with span("lower solve"):
             for k in range(steps):
+                if states is not None:
+                    states.append(solved.memory)
                 is_early, before = steps > 2 and k in (0, steps // 2), solved
                 solved = self.step(solved.y, solved.memory, draw(), sized=is_early or k == steps - 1 or tol > 0)
                 if is_early and solved.size is not None:
@@ -393,19 +376,15 @@ class LowerRule:
                     break
         if len(early) < 2:
             return solved
-        return solved._replace(early=(early[0], early[1]), turn=gradient_dot(before, solved))
+        turn = None  # so that graphs need not return the gradients
+        if not is_tracing() and before.gradient is not None and solved.gradient is not None:
+            turn = solved.gradient.dot(before.gradient)
+        return solved._replace(early=(early[0], early[1]), turn=turn)
 
 
 def _together(norms: Tensor) -> Tensor:
     """Return the norm over all copies."""
     return norms.norm() if norms.dim() else norms
-
-
-def gradient_dot(before: LowerResult, last: LowerResult) -> Tensor | None:
-    """Return the inner product of the gradients of two steps; None in a trace, so that graphs need not return them."""
-    if is_tracing() or before.gradient is None or last.gradient is None:
-        return None
-    return last.gradient.dot(before.gradient)
 
 
 def largest_rate(rates: Sequence[Rate], like: Tensor) -> Rate:
@@ -417,7 +396,7 @@ def largest_rate(rates: Sequence[Rate], like: Tensor) -> Rate:
 
 def _growth(norms: Vector) -> Tensor:
     first, last = norms
-    return last / first.clamp_min(torch.finfo(first.dtype).tiny)
+    return quotient(last, first)
 
 
 def _leapt(y: Vector, start: Vector, steps: int, rates: Sequence[Rate], length: Any, first: Any, last: Any) -> Any:
@@ -450,11 +429,14 @@ class LowerRules:
 
     Args:
         factory, limits: as for `LowerRule`.
+
+    Attributes:
+        rules: the rules in the cache.
     """
 
     def __init__(self, factory: Factory, limits: Limits | None = None) -> None:
         self._factory, self._limits = factory, limits
-        self._rules: list[LowerRule] = []
+        self.rules: list[LowerRule] = []
         self._described: tuple[int, Described] | None = None
 
     def described(self, groups: Sequence[dict[str, Any]]) -> Described:
@@ -473,21 +455,16 @@ class LowerRules:
             self._described = len(groups), (type(made), options)
         return self._described[1]
 
-    @property
-    def rules(self) -> Sequence[LowerRule]:
-        """All rules in the cache."""
-        return self._rules
-
     def __call__(self, groups: Sequence[dict[str, Any]], like: Vector) -> LowerRule:
         """Return the rule for these tensors and groups, with the groups' current options."""
-        for rule in self._rules:
+        for rule in self.rules:
             if rule.fits(groups, like):
                 rule.follow(groups)
                 return rule
         made = LowerRule(self._factory, groups, like, self._limits)
         if not made.carried:  # else options follow x
-            del self._rules[:-7]
-            self._rules.append(made)
+            del self.rules[:-7]
+            self.rules.append(made)
         return made
 
 

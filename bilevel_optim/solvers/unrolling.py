@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..problem.parameters import rates_of
 from ..problem.vector import Vector, as_variable
-from .functional import Memory, can_be_unrolled, updated
+from .functional import Memory, updated
 from .lower import LowerRule
 
-__all__ = ["can_be_unrolled", "update_vjp"]
+__all__ = ["update_vjp"]
 
 
 def update_vjp(
@@ -55,7 +55,7 @@ def update_vjp(
     for state, seed in zip(new_m, memory_adjoint, strict=True):
         outputs += [state[key] for key in seed]
         seeds += seed.values()
-    smooth = [(i, key) for i, state in enumerate(m) for key in state if _is_smooth(state[key], y[i])]
+    smooth = [(i, key) for i, state in enumerate(m) for key in state if getattr(state[key], "requires_grad", False)]
     inputs = [*y, *g, *(m[i][key] for i, key in smooth), *upper]
     kept = [(o, s) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
     results = torch.autograd.grad(
@@ -67,10 +67,6 @@ def update_vjp(
     for (i, key), value in zip(smooth, zero[2 * count :], strict=True):
         pulled[i][key] = value
     return Vector(zero[:count]), pulled, Vector(zero[count : 2 * count]), [*results[own:]]
-
-
-def _is_smooth(value: Any, like: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.shape == like.shape and value.requires_grad
 
 
 def _leaf(key: str, value: Any, like: Tensor) -> Any:

@@ -11,8 +11,11 @@ import torch
 
 from bilevel_optim.compiled.entry import Entry, Settings
 from bilevel_optim.compiled.program import Given
+from bilevel_optim.compiled.pure import Results
 from bilevel_optim.compiled.reasons import reason_of
+from bilevel_optim.hypergradient import Estimate
 from bilevel_optim.oracle.substitution import Substitution
+from bilevel_optim.problem.vector import Vector
 
 
 class Gradient:
@@ -29,21 +32,14 @@ class Gradient:
         with torch.enable_grad(), Substitution([*self.live_x, *self.live_y], values, stacked=False):
             value = losses["lower"]()
         gradients = torch.autograd.grad(value, values[1:], allow_unused=True)
-        return {
-            **NOTHING,
-            "loss": value.detach(),
-            "gradient": [],
-            "gradients": [*gradients],
-            "lower": None,
-            "writes": [],
-            "moved": None,
-        }
+        estimate = Estimate(value.detach(), Vector(), {"gradients": [*gradients]})
+        return Results(estimate, None, [], {}, [], None)
 
 
-# Entries of a state, and of a step's results, that this step has not.
+# Entries of a state that this step has not.
 NOTHING = {
     "buffers": [], "rates": [], "memory": {}, "upper_memory": {}, "tables": {}, "solver": None, "upper_solver": None,
-    "numbers": {}, "plain": {}, "diagnostics": {}, "counts": {}, "alerts": [], "flags": None,
+    "numbers": {},
 }  # fmt: skip
 
 
@@ -61,7 +57,7 @@ def noticed(make):
     step = Gradient([x], [y, *([] if net is None else net.parameters())])
     entry = Entry(None, Settings(backend="eager"))
     entry.settle(step, None)
-    state = {**NOTHING, "x": [x.detach().clone()], "y": [t.detach().clone() for t in step.live_y]}
+    state = {**NOTHING, "x": Vector([x]).detach().clone(), "y": Vector(step.live_y).detach().clone()}
     given = Given({"lower": loss}, None, {}, {}, state)
 
     def right():
@@ -70,7 +66,7 @@ def noticed(make):
 
     def known():
         found = entry.known(given)
-        return None if found is None else (found["loss"], found["gradients"])
+        return None if found is None else (found.estimate.loss, found.estimate.diagnostics["gradients"])
 
     try:
         right()  # as the first step, which is eager

@@ -26,7 +26,7 @@ def placed(problem):
         if isinstance(value, dict):
             return {name: there(v) for name, v in value.items()}
         if isinstance(value, bo.TensorTasks):
-            return bo.TensorTasks(there(value._lower), there(value._upper))
+            return bo.TensorTasks(there(value._data["lower"]), there(value._data["upper"]))
         return value
 
     for name, value in vars(problem).items():

@@ -76,10 +76,10 @@ def coupled(name, **options):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["SOBA", "FSLA", "AmIGO"])
+@pytest.mark.parametrize("name", ["SOBA", "FSLA", "AmIGO", "AID"])
 def test_v_of_each_task_goes_on_where_it_ended(name, compiled):
     """At fixed x one step on y and v in each draw leads to the exact hypergradient of the drawn tasks."""
-    steps = {"lower_steps": 1, "linear_steps": 1} if name == "AmIGO" else {}
+    steps = {"lower_steps": 1, "linear_steps": 1} if getattr(bo, name).declared.lower_steps else {}
     optimizer, x, upper, lower, tasks, slope = coupled(name, task_memory=True, tasks_per_step=2, **steps)
     drawn, sample = [], tasks.sample
     tasks.sample = lambda n, generator: drawn.append(sample(n, generator)) or drawn[-1]

@@ -16,8 +16,8 @@ def point():
 
 
 def matrix(x, kind, count, seed=0):
-    directions = Directions(x, kind, count, seed=seed, smoothing=0.1)
-    return torch.stack([torch.cat([t.flatten() for t in directions.direction(j)]) for j in range(count)])
+    directions = Directions(x.zeros_like(), kind, count, seed=seed, smoothing=1.0)
+    return torch.cat([t.reshape(count, -1) for t in directions.points([(j, 1.0) for j in range(count)])], 1)
 
 
 @every_kind
@@ -26,9 +26,9 @@ def test_directions_do_not_depend_on_how_many_are_made(kind):
     directions, again = (Directions(x, kind, 9, seed=11, smoothing=0.1) for _ in range(2))
     whole = directions.points([(j, 1.0) for j in range(9)])
     for j in reversed(range(9)):
-        assert all(torch.equal(a, b) for a, b in zip(again.point(j, 1.0), whole.lane(j), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(again.points([(j, 1.0)]).lane(0), whole.lane(j), strict=True))
     assert not torch.equal(matrix(x, kind, 1, 11), matrix(x, kind, 1, 12))
-    assert all(torch.equal(a, b) for a, b in zip(directions.point(4, 0.0), x, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(directions.points([(4, 0.0)]).lane(0), x, strict=True))
 
 
 def test_lengths_and_orthogonality():
@@ -49,8 +49,8 @@ def test_mean_and_covariance(kind, batches):
     p, count, w = 10, 4, torch.linspace(-1, 2, 10)
     x, estimates = Vector([torch.zeros(p)]), []
     for seed in range(batches):
-        directions = Directions(x, kind, count, seed=seed, smoothing=0.1)
-        U = torch.stack([directions.direction(j)[0] for j in range(count)])
+        directions = Directions(x, kind, count, seed=seed, smoothing=1.0)
+        (U,) = directions.points([(j, 1.0) for j in range(count)])
         estimates.append(directions.combine((U @ w) / count)[0])
     estimates = torch.stack(estimates)
     assert (estimates.mean(0) - w).norm() < 4 * directions.variance**0.5 * w.norm() / batches**0.5
@@ -71,7 +71,8 @@ def test_relative_smoothing_scales_with_each_tensor():
     x = Vector([torch.full((4,), 3.0), torch.zeros(2)])
     plain, relative = (Directions(x, "rademacher", 1, seed=0, smoothing=0.5, relative=r) for r in (False, True))
     for j, factor in enumerate((3.0, 1.0)):
-        torch.testing.assert_close(relative.point(0, 1.0)[j] - x[j], factor * (plain.point(0, 1.0)[j] - x[j]))
+        moved = [own.points([(0, 1.0)])[j][0] - x[j] for own in (relative, plain)]
+        torch.testing.assert_close(moved[0], factor * moved[1])
         torch.testing.assert_close(relative.combine(torch.ones(1))[j], plain.combine(torch.ones(1))[j] / factor)
 
 

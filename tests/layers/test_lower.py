@@ -9,9 +9,9 @@ import torch
 
 from bilevel_optim import AGD, Vector
 from bilevel_optim.problem.parameters import rates_of
-from bilevel_optim.solvers.functional import updated
+from bilevel_optim.solvers.functional import can_be_unrolled, updated
 from bilevel_optim.solvers.lower import LowerResult, LowerRule
-from bilevel_optim.solvers.unrolling import can_be_unrolled, update_vjp
+from bilevel_optim.solvers.unrolling import update_vjp
 
 from ..problems import close
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -217,6 +218,8 @@ class RTMLMC(BilevelOptimizer):
 
     def _depths(self, contexts: Contexts) -> list[int]:
         """Return the level of each context."""
+        if self._one_level:
+            return [self.levels] * contexts.count
         even = self.level_sampling == "systematic"
         return draw_levels(contexts.count, self.levels, self.base_level, contexts.counters, systematic=even)
 
@@ -332,28 +335,19 @@ class DLSGD(RTMLMC):
     Source: Hu, Wang, Xie, Krause, Kuhn (2023), arXiv:2310.18535 (DL-SGD); Ghadimi, Wang (2018), arXiv:1802.02246.
     """
 
-    declared = MethodInfo(
+    declared = replace(
+        RTMLMC.declared,
         uncaptured=(
             "a graph would be of all the lower steps of the contexts, about 2^(levels + 1) each: compiling it took "
             "most of a minute with two levels and made steps only 1.8 times faster"
         ),
-        paper="arXiv:2310.18535",
-        family="contextual",
         when="control of RTMLMC: less variance per step, much more expensive",
         cost="per context 2^(K+1) - 2 - K + N lower, N - 1 hvp, 1 upper, 1 jvp; K = levels, N = neumann_steps",
-        tasks="required",
-        random=True,
-        lower_steps=False,
-        lower_optimizer="none",
     )
 
     level_sampling: str = choice(*SAMPLING[:1], default="systematic")
 
     _one_level = True
-
-    def _depths(self, contexts: Contexts) -> list[int]:
-        """Return the last level for every context."""
-        return [self.levels] * contexts.count
 
 
 def _share(depths: list[int], rank: int, world: int) -> list[int]:

@@ -174,14 +174,11 @@ class ANIL(MAML):
     Source: Raghu, Raghu, Bengio, Vinyals (2020), arXiv:1909.09157.
     """
 
-    declared = MethodInfo(
+    declared = replace(
+        MAML.declared,
         paper="arXiv:1909.09157",
-        family="meta",
         when="few-shot learning where adapting a head on shared features is enough",
         cost="as MAML",
-        initial=True,
-        lower_optimizer="differentiable",
-        doors=ITD.declared.doors,
     )
 
     def _learned_start(self, oracle: Oracle) -> Vector:

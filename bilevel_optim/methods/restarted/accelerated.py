@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,6 @@ from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, Update
 from ...oracle.oracle import Oracle
 from ...problem.vector import Vector
 from ...solvers.agd import agd_or
-from ...solvers.lower import LowerResult
 from .restart import Momentum, Position, Progress, Restarted, iteration_property
 
 __all__ = ["Accelerated", "Perturbed"]
@@ -40,8 +40,8 @@ class Accelerated(Restarted, BilevelOptimizer):
 
     def _arrange(self, options: dict[str, Any]) -> None:
         super()._arrange(options)
-        names = ("momentum", "restart_radius", "restart_period", "on_converged")
-        self._follow(Momentum(*(options[name] for name in names)))
+        names = [field.name for field in fields(Momentum) if field.name in options]
+        self._follow(Momentum(**{name: options[name] for name in names}))
         self._own_solver = options["lower_optimizer"] is None
         options["lower_optimizer"] = agd_or(options["lower_optimizer"], options["lower_momentum"])
 
@@ -55,8 +55,15 @@ class Accelerated(Restarted, BilevelOptimizer):
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Run the lower steps and return the hypergradient, both at the look-ahead point."""
         ahead = self._iteration.look_ahead(_point(oracle.x, inputs))
-        now = ahead.progress
-        here, moved = self._run_solves(oracle.at(upper=ahead.point), inputs, now.step == 0)
+        now, here = ahead.progress, oracle.at(upper=ahead.point)
+        fresh = now.step == 0
+        if fresh and self.lower_restart == "zero":
+            here = here.at(lower=here.y.zeros_like())
+        for steps in self._solves(fresh):
+            if self._own_solver:  # the momentum of `AGD` is not carried from one solve to the next
+                inputs = replace(inputs, solver=None)
+            here, moved = inputs.run_lower_steps(here, steps, tol=self.lower_tol)
+            inputs = replace(inputs, solver=moved.memory)
         estimate = self._hypergradient(here, inputs).with_lower(moved)
         return replace(
             estimate,
@@ -80,18 +87,6 @@ class Accelerated(Restarted, BilevelOptimizer):
     @abstractmethod
     def _hypergradient(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Return the estimate at the end of the lower steps."""
-
-    def _run_solves(self, oracle: Oracle, inputs: StepInputs, fresh: bool) -> tuple[Oracle, LowerResult]:
-        """Run the lower solves; return the oracle at their end too.
-
-        The momentum of `AGD` is not carried from one solve to the next.
-        """
-        here = oracle.at(lower=oracle.y.zeros_like()) if fresh and self.lower_restart == "zero" else oracle
-        for steps in self._solves(fresh):
-            inputs = replace(inputs, solver=None) if self._own_solver else inputs
-            here, moved = inputs.run_lower_steps(here, steps, tol=self.lower_tol)
-            inputs = replace(inputs, solver=moved.memory)
-        return here, moved
 
     def _solves(self, fresh: bool) -> list[int]:
         """Return the steps of each lower solve; an epoch begins with two solves."""
@@ -120,10 +115,6 @@ class Perturbed(Accelerated):
     _size: InitVar[float] = option(default=1e-3, alias="perturbation")
     _at_first: InitVar[bool] = option(default=True, alias="perturb_initial")
     perturbation, perturb_initial = iteration_property("perturbation"), iteration_property("perturb_initial")
-
-    def _arrange(self, options: dict[str, Any]) -> None:
-        super()._arrange(options)
-        self.perturbation, self.perturb_initial = options["perturbation"], options["perturb_initial"]
 
 
 def _point(x: Vector, inputs: StepInputs) -> Position:

@@ -145,15 +145,4 @@ class PRAGDA(Perturbed, RAGDA):
     Source: Yang, Luo, Li, Jordan (2023), arXiv:2307.00126.
     """
 
-    declared = MethodInfo(
-        host_update=True,
-        paper="arXiv:2307.00126",
-        family="minimax",
-        when="as RAGDA, near saddle points",
-        cost="as RAGDA",
-        second_order=False,
-        losses=1,
-        tasks="none",
-        random=True,
-        upper_update="Nesterov's momentum with restarts",
-    )
+    declared = replace(RAGDA.declared, when="as RAGDA, near saddle points", cost="as RAGDA", random=True)

@@ -196,12 +196,4 @@ class PRAHGD(Perturbed, RAHGD):
     Source: Yang, Luo, Li, Jordan (2023), arXiv:2307.00126.
     """
 
-    declared = MethodInfo(
-        host_update=True,
-        paper="arXiv:2307.00126",
-        family="restarted",
-        when="as RAHGD, near saddle points",
-        cost="as AID",
-        random=True,
-        upper_update="Nesterov's momentum with restarts",
-    )
+    declared = replace(RAHGD.declared, when="as RAHGD, near saddle points", random=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -51,7 +51,7 @@ class Progress:
     @classmethod
     def of(cls, numbers: Mapping[str, Any]) -> Self:
         """Build from plain numbers; a run that has not begun has none."""
-        return cls(**{name: numbers[name] for name in _NAMES if name in numbers})
+        return cls(**{name: value for name, value in numbers.items() if name in cls.__dataclass_fields__})
 
     @classmethod
     def now(cls, numbers: Mapping[str, Any], memory: Mapping[str, Vector]) -> Self:
@@ -63,14 +63,11 @@ class Progress:
     @property
     def numbers(self) -> dict[str, Any]:
         """Progress as plain numbers."""
-        return {name: getattr(self, name) for name in _NAMES}
+        return {**vars(self)}
 
     def afresh(self) -> Self:
         """Return the progress at the start of another epoch, without momentum."""
         return replace(self, step=0, travelled=0.0, shortest=math.inf, rates=None)
-
-
-_NAMES = tuple(field.name for field in fields(Progress))
 
 
 @dataclass(frozen=True)

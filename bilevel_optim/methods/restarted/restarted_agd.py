@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...distributed.ranks import Ranks
 from ...optimizer.checkpoint import own_attributes
-from ...optimizer.options import GENERATOR
+from ...optimizer.options import is_generator
 from ...optimizer.transaction import UPPER_SOLVER, Transaction, recalled, remember
 from ...oracle.point import in_place, none_to_zeros
 from ...problem.parameters import is_number, require, require_rates
@@ -87,7 +87,7 @@ class RestartedAGD(Restarted):
         generator: torch.Generator | None = None,
     ) -> None:
         require("learning rate", lr, is_number(lr) and 0 <= lr < math.inf, wording="Invalid learning rate: {value}")
-        require("generator", generator, generator is None or isinstance(generator, torch.Generator), GENERATOR)
+        is_generator("generator", generator)
         self._follow(Momentum(momentum, restart_radius, restart_period, on_converged, perturbation, perturb_initial))
         self.generator = generator
         self._last_loss: Tensor | None = None

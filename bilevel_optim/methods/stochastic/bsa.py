@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 from ...optimizer.declaration import MethodInfo
-from ...optimizer.options import count, number
+from ...optimizer.options import count
+from ..growing import Growing
 from .stocbio import NeumannMethod
 
 __all__ = ["BSA", "TTSA"]
 
 
-class BSA(NeumannMethod):
+class BSA(Growing, NeumannMethod):
     r"""Bilevel stochastic approximation (BSA): more and more lower steps, one random term of a Neumann series.
 
     Outer step k = 0, 1, ... makes :math:`\lceil c\,(k + 1)^{\text{growth}} \rceil` lower steps, then draws n uniformly
@@ -74,24 +72,7 @@ class BSA(NeumannMethod):
 
     _randomised = True
 
-    lower_steps: float = number(above=0, settable=False)  # type: ignore[assignment]  # an attribute that is rounded up
-    growth: float = number(default=0.5, least=0)
     linear_steps: int = count(default=10, least=1)
-
-    def _arrange(self, options: dict[str, Any]) -> None:
-        super()._arrange(options)
-        self._scale: float = options["lower_steps"]
-        options["lower_steps"] = math.ceil(self._scale)
-
-    def _lower_step_count(self, steps: int) -> int:
-        """Return the number of lower steps, which grows with ``steps``."""
-        return math.ceil(self._scale * math.pow(steps + 1, self.growth))
-
-    def _why_eager(self, tasks: Any = None) -> str:
-        """Return why steps run eagerly, if the number of lower steps grows; otherwise an empty string."""
-        return (
-            "the number of lower steps grows, but a graph has a fixed number (use growth=0)" if self.growth > 0 else ""
-        )
 
 
 class TTSA(NeumannMethod):

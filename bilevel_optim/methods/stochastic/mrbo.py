@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -182,15 +183,12 @@ class SUSTAIN(MRBO):
     Source: Khanduri, Zeng, Hong, Wai, Wang, Yang (2021), arXiv:2102.07367.
     """
 
-    declared = MethodInfo(
+    declared = replace(
+        MRBO.declared,
         paper="arXiv:2102.07367",
-        family="stochastic",
         when="as MRBO, with half of the products and more variance",
         cost="2 lower, 2 upper, Q - 1 hvp on average, 2 jvp; Q = linear_steps",
         random=True,
-        lower_steps=False,
-        lower_optimizer="given gradient",
-        upper_update="steps of lr along a momentum, whose recursion (STORM) is made for them",
     )
 
     linear_steps: int = count(default=10, least=1)

@@ -28,13 +28,11 @@ class _Memory(NamedTuple):
     table: Vector
     mean: Vector
 
-    def direction(self, index: int | Tensor, value: Vector) -> Vector:
-        """Return the mean plus the full change of one term: unbiased for the mean of the current values."""
-        return self.mean + (value - Vector(_row(t, index) for t in self.table))
-
-    def renewed(self, index: int | Tensor, value: Vector) -> Vector:
-        """Return the mean with one term replaced."""
-        return self.mean + (value - Vector(_row(t, index) for t in self.table)) * (1 / len(self.table[0]))
+    def visited(self, index: int | Tensor, value: Vector) -> tuple[Vector, Vector]:
+        """Return the mean plus the full change of one term, unbiased for the present mean, and the mean with it."""
+        last = Vector(_row(t, index) for t in self.table)
+        change = value - last
+        return self.mean + change, self.mean + change * (1 / len(self.table[0]))
 
 
 def _row(table: Tensor, index: int | Tensor) -> Tensor:
@@ -183,8 +181,8 @@ def _averaged(
     row = to_device(index, oracle.device) if isinstance(index, Tensor) else index
     for name, value in evaluate(sample).items():
         memory = kept[name]
-        result.directions[name] = memory.direction(row, value)
-        memories[_QUANTITIES[level][name]][f"{name}_mean"] = memory.renewed(row, value)
+        result.directions[name], mean = memory.visited(row, value)
+        memories[_QUANTITIES[level][name]][f"{name}_mean"] = mean
         result.writes.extend(Write(table, index, row) for table, row in zip(memory.table, value, strict=True))
     return result
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,10 +124,6 @@ class SRBA(SingleLoop):
             estimate = replace(estimate, memory={**lower, "linear_solution": new}, upper_memory=upper)
         return estimate.with_lower(moved)
 
-    def _first(self, rates: list[float], f_y: Vector) -> Vector:
-        """Return the first v, one step from zero."""
-        return self._inside(f_y * rates)
-
     def _inside(self, v: Vector) -> Vector:
         return v * (self.radius / v.norm()).clamp_max(1.0) if math.isfinite(self.radius) else v
 
@@ -142,31 +137,29 @@ class SRBA(SingleLoop):
 
     def _recursive(self, oracle: Oracle, inputs: StepInputs, rates: list[float]) -> tuple[Tensor, Vector, Vector]:
         """Return the upper loss, v, and the directions of y, v, x: of the full sums, or from those of the last step."""
-        first = partial(self._first, rates)
         names = ("linear_solution", "previous", "previous_solution", "direction", "solution_direction")
         if self._begins(inputs, term_count(oracle.g, "lower"), term_count(oracle.f, "upper")):
-            return _directions(oracle, self._solution(inputs), oracle.g.samples(), oracle.f.samples(), first)
+            return self._directions(oracle, self._solution(inputs), oracle.g.samples(), oracle.f.samples(), rates)
         v, y_then, v_then, d_y, d_v = (inputs.memory[name] for name in names)
         x_then, d_x = (inputs.upper_memory[name] for name in ("previous", "direction"))
         sums = (oracle.g, oracle.f)
         zeta, xi = (random_term(terms, lambda i: inputs.ranks.broadcast_number(i, oracle.device))[1] for terms in sums)
-        loss, _, now = _directions(oracle, v, [zeta], [xi], first)
-        _, _, then = _directions(oracle.at(x_then, y_then), v_then, [zeta], [xi], first)
+        loss, _, now = self._directions(oracle, v, [zeta], [xi], rates)
+        _, _, then = self._directions(oracle.at(x_then, y_then), v_then, [zeta], [xi], rates)
         return loss, v, Vector((*d_y, *d_v, *d_x)) + (now - then)
 
-
-def _directions(
-    oracle: Oracle, v: Vector | None, lower: list[Sample], upper: list[Sample], first: Callable[[Vector], Vector]
-) -> tuple[Tensor, Vector, Vector]:
-    """Return the mean upper loss, v, and the mean directions on these terms; ``first`` makes v from grad_y f."""
-    losses, f_x, f_y = zip(*(oracle.upper(xi) for xi in upper), strict=True)
-    total = Vector((*oracle.y.zeros_like(), *-_mean(f_y), *_mean(f_x)))
-    v, found = first(_mean(f_y)) if v is None else v, []
-    for zeta in lower:
-        with oracle.lower_system(zeta) as system:
-            cross, product = system.both(v)
-        found.append(Vector((*system.gradient, *product, *-cross)))
-    return torch.stack(losses).mean(), v, total + _mean(found)
+    def _directions(
+        self, oracle: Oracle, v: Vector | None, lower: list[Sample], upper: list[Sample], rates: list[float]
+    ) -> tuple[Tensor, Vector, Vector]:
+        """Return the mean upper loss, v (one step from zero if there is none), and the mean directions on terms."""
+        losses, f_x, f_y = zip(*(oracle.upper(xi) for xi in upper), strict=True)
+        total = Vector((*oracle.y.zeros_like(), *-_mean(f_y), *_mean(f_x)))
+        v, found = self._inside(_mean(f_y) * rates) if v is None else v, []
+        for zeta in lower:
+            with oracle.lower_system(zeta) as system:
+                cross, product = system.both(v)
+            found.append(Vector((*system.gradient, *product, *-cross)))
+        return torch.stack(losses).mean(), v, total + _mean(found)
 
 
 def _mean(vectors: Sequence[Vector]) -> Vector:

@@ -153,11 +153,7 @@ class RSVRB(RecursiveOptimizer):
         if probabilities is None or isinstance(probabilities, str):
             require("probabilities", probabilities, probabilities in (None, "adaptive"), PROBABILITIES)
             return rule, Drawing(batch, options["probes"], probabilities)
-        given = _chances(probabilities)
-        require("probabilities", probabilities, given is not None, PROBABILITIES)
-        assert given is not None
-        chances = given / given.sum()
-        return rule, Drawing(batch, options["probes"], (chances, chances.cumsum(0)))
+        return rule, Drawing(batch, options["probes"], _chances(probabilities))
 
     def _arrange(self, options: dict[str, Any]) -> None:
         given = options["beta"]
@@ -169,11 +165,13 @@ class RSVRB(RecursiveOptimizer):
         )  # fmt: skip
 
 
-def _chances(given: Any) -> Tensor | None:
-    """Return the given probabilities, not normalised; None if they are invalid."""
+def _chances(given: Any) -> tuple[Tensor, Tensor]:
+    """Return the given probabilities, normalised, and their sums."""
     try:
         chances = torch.as_tensor(given, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        return None
+        chances = torch.empty(0)
     sound = chances.dim() == 1 and len(chances) > 0 and bool((chances > 0).all() and chances.isfinite().all())
-    return chances if sound else None
+    require("probabilities", given, sound, PROBABILITIES)
+    chances = chances / chances.sum()
+    return chances, chances.cumsum(0)

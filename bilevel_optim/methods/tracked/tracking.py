@@ -336,11 +336,11 @@ class RecursiveOptimizer(BilevelOptimizer):
         rows: Rows | None = None,
         *,
         table: Table,
+        tables: Rows,
         writes: Sequence[Write] = (),
-        tables: Rows | None = None,
     ) -> Estimate:
         """Return the estimate d with the state to keep: all rows, or writes into some."""
-        lower, tables = None, tables or {}
+        lower = None
         if rows is not None:
             own = table_of(rows, clock, self._device or oracle.device)
             tables = tables | {name: table.split.from_local(t) for name, t in own.items()}
@@ -499,41 +499,34 @@ class RecursiveOptimizer(BilevelOptimizer):
         """Return a function that draws the tasks' data, perhaps this rank's own; None for a single problem."""
         if sampler is None:
             return None
-        generator = (
-            inputs.ranks.derive_task_generator(inputs.generator, inputs.steps, *ids[:1].tolist())
-            if own
-            else inputs.generator
-        )
-        return self._data(sampler, ids, generator)
-
-    def _data(self, sampler: Any, ids: Tensor, generator: torch.Generator | None) -> Callable[[str], Any]:
+        generator = inputs.generator
+        if own:
+            generator = inputs.ranks.derive_task_generator(generator, inputs.steps, *ids[:1].tolist())
         return TaskDraws(sampler, ids, len(ids), self._rows_per_batch, generator).batch
 
     def _chosen(self, table: Table, inputs: StepInputs, sampler: Any) -> Drawn:
         """Draw the tasks of a step, with everything else that it draws if that must be known before."""
         if sampler is not None and inputs.ranks.group is None and not self._drawing.notes:
             late = stays_current(table, self.lazy) and not self._rule.rests
-            drawn = draw_whole(sampler, partial(self._drawn, table.total, late), inputs.random_inputs)
+            drawn: Drawn | None = draw_whole(sampler, partial(self._drawn, table.total, late), inputs.random_inputs)
             if drawn is not None:
-                return Drawn(**drawn)
+                return drawn
         source = Source.of(inputs)
         if is_tracing() and sampler is None and not table.split:
             source = source._replace(device=table.device)  # the graph's constants
         return self._drawing.draw(sampler, table.total, source)
 
-    def _drawn(self, m: int, late: bool, sampler: Any, random_inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _drawn(self, m: int, late: bool, sampler: Any, random_inputs: Mapping[str, Any]) -> Drawn:
         """Return all draws of a step from m tasks, in order; ``late``: the other rows are to catch up."""
         source = Source(self.generator)
-        ids, scale, tables, *_ = self._drawing.draw(sampler, m, source)
-        draw, some = self._data(sampler, ids, self.generator), len(ids) < m
-        return {
-            "ids": ids,
-            "scale": scale,
-            "tables": tables,
-            "batches": {level: draw(level) for level in ("upper", "lower")},
-            "probes": self._drawing.probe(m, source) if some and self._rule.direction is probed else None,
-            "others": others(ids, m) if some and late else None,
-        }
+        drawn = self._drawing.draw(sampler, m, source)
+        ids, some = drawn.ids, len(drawn.ids) < m
+        draws = TaskDraws(sampler, ids, len(ids), self._rows_per_batch, self.generator)
+        return drawn._replace(
+            batches={level: draws.batch(level) for level in ("upper", "lower")},
+            probes=self._drawing.probe(m, source) if some and self._rule.direction is probed else None,
+            others=others(ids, m) if some and late else None,
+        )
 
     def _clock(self, inputs: StepInputs, device: torch.device) -> Clock:
         sizes = len(self._trackers.shrinking), len(self._trackers.moving)

@@ -46,14 +46,19 @@ class ZerothOrder(BilevelOptimizer):
         """Return one draw for each lower step, shared by all paths, then an upper draw."""
         return [LOWER] * self.lower_steps + [UPPER]
 
-    def _drawn_directions(self, oracle: Oracle, inputs: StepInputs) -> Directions:
-        """Return the directions of this step, the same on every rank."""
+    def _estimate_on_paths(
+        self, oracle: Oracle, inputs: StepInputs, estimator: Callable[..., Estimate], *, from_upper: bool = False
+    ) -> Estimate:
+        """Return an estimate from paths that all start at the oracle's y, or at the last tensors of their own x.
+
+        The samples of all steps are drawn before the first path, so that every path sees the same samples.
+        """
         if any_sharded(oracle.live_x):
             raise ValueError(
                 f"{type(self).__name__} cannot perturb sharded upper parameters (DTensor): do not shard the module of "
                 "x, and let the ranks share the tasks, or the directions (over_ranks='directions')"
             )
-        return Directions(
+        directions = Directions(
             oracle.x,
             self.direction,
             self.directions,
@@ -62,15 +67,7 @@ class ZerothOrder(BilevelOptimizer):
             relative=self.smoothing_mode == "relative",
             scale=self.scale,
         )
-
-    def _estimate_on_paths(
-        self, oracle: Oracle, inputs: StepInputs, estimator: Callable[..., Estimate], *, from_upper: bool = False
-    ) -> Estimate:
-        """Return an estimate from paths that all start at the oracle's y, or at the last tensors of their own x.
-
-        The samples of all steps are drawn before the first path, so that every path sees the same samples.
-        """
-        directions, ranks = self._drawn_directions(oracle, inputs), Ranks()
+        ranks = Ranks()
         if self.over_ranks == "directions" and oracle.shared:
             if oracle.sharded:
                 raise ValueError(
