@@ -584,6 +584,9 @@ def test_checkpointing_with_tasks():
         return [*x.tolist(), *y.tolist()]
 
     assert ends(True, vectorize=False) == ends(False, vectorize=False)
+    if torch.__version__ < (2, 12):  # torch 2.11 computes them under vmap
+        assert ends(True) == ends(False)
+        return
     with pytest.raises(
         RuntimeError, match=r"activations a second time, in backward.* leave out torch.utils.checkpoint"
     ):

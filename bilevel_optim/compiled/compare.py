@@ -111,8 +111,8 @@ def _doubled(tensors: Sequence[Tensor]) -> Vector:
     return Vector(t.detach().double() for t in tensors)
 
 
-def perturbed_by_rounding(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors that differ by rounding, each entry up or down."""
+def perturbed_by_rounding(tensors: Sequence[Tensor]) -> Vector:
+    """Return a copy of a vector that differs by rounding, each entry up or down."""
     generator, found = torch.Generator().manual_seed(0), []
     for t in tensors:
         if t.is_floating_point():
@@ -120,4 +120,4 @@ def perturbed_by_rounding(tensors: Sequence[Tensor]) -> list[Tensor]:
             other = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
             t = other.copy_(t * (1 + torch.finfo(t.dtype).eps * signs))
         found.append(t)
-    return found
+    return Vector(found)

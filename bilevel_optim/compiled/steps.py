@@ -191,7 +191,8 @@ class CompiledSteps:
         if self._why_always(sources.tasks):
             return None
         state, moves = optimizer._run_state, update and not self.moves_on_host
-        own = optimizer._graph_key(state.steps, optimizer.numbers | sources.kind.terms)
+        numbers = optimizer.numbers | sources.kind.terms
+        own = optimizer._graph_key(state.steps, numbers)
         if own is None:
             return None
         key = [moves, sources.kind.key, own, self._key.now()]
@@ -215,7 +216,12 @@ class CompiledSteps:
             )
             return None
         made = Entry(key, self.settings)
-        made.is_known = not self.entries and state.steps > 0 and sources.tasks is None  # the run began before
+        # A run that began before has made such steps; but of a method's kinds (with and without full sums, say), which
+        # its first two steps show, only those that have been due.
+        due = [optimizer._graph_key(k, numbers) for k in range(min(state.steps, 2))]
+        kinds = [[*entry.key[:2], entry.key[3], entry.key[2] in due] for entry in self.entries]
+        same = all(kind == [moves, sources.kind.key, key[3], True] for kind in kinds)
+        made.is_known = own in due and same and sources.tasks is None
         self.entries.insert(0, made)
         del self.entries[4 * MOST :]
         return self.entries[0]

@@ -251,18 +251,19 @@ def writes_of(
         # Copies, because gradients are clipped in place.
         gradients = [gradient.detach().clone() for gradient in estimate.gradient]
         tables = {TABLE + name: [table] for name, table in estimate.tables.items()}
-        writes += [
-            partial(write_rows, estimate.writes),
-            partial(set_gradients, x, gradients),
-            partial(remember, state, y, estimate.memory),
-            partial(remember, state, x, estimate.upper_memory),
-            partial(remember, state, y[:1], tables),
-        ]
+        memories = (y, estimate.memory), (x, estimate.upper_memory), (y[:1], tables)
+        if estimate.writes:
+            writes.append(partial(write_rows, estimate.writes))
+        writes.append(partial(set_gradients, x, gradients))
+        writes += [partial(remember, state, tensors, memory) for tensors, memory in memories if memory]
         if estimate.solver is not None:
             writes.append(partial(remember_solver, state, y, estimate.solver))
         lower = estimate.lower
     if update is not None:
-        writes += [partial(write_rows, update.writes), partial(remember, state, x, update.upper_memory)]
+        if update.writes:
+            writes.append(partial(write_rows, update.writes))
+        if update.upper_memory:
+            writes.append(partial(remember, state, x, update.upper_memory))
         if update.solver is not None:
             writes.append(partial(remember_solver, state, x, update.solver, UPPER_SOLVER))
         lower = lower if update.lower is None else update.lower

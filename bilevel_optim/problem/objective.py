@@ -130,7 +130,10 @@ class Objective:
         ``once`` promises a single evaluation, so that the random state need not be kept.
         """
         if self.accumulate == 1:
-            return self.sample(*self.arguments(), once=once)
+            arguments = () if self.data is None else self.arguments()
+            if self.features is None:
+                return Sample(self.loss, arguments, once=once)
+            return self.sample(*arguments, once=once)
         with span("draw"):
             batches = [self._moved(self._next()) for _ in range(self.accumulate)]
         parts = [self.sample(batch, once=once) for batch in batches]

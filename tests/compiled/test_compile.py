@@ -310,6 +310,46 @@ def test_a_captured_run_resumes_bit_for_bit(row, request, tmp_path):
     assert all(map(torch.equal, values, again))
 
 
+@pytest.mark.usually("SRBA", "4")
+@pytest.mark.parametrize("made", [1, 2, 4])
+@pytest.mark.parametrize("name", ["SRBA", "VRBO"])
+def test_a_run_of_steps_of_two_kinds_resumes_bit_for_bit(name, made):
+    """The steps of a kind are graphs in the resumed run from where they are graphs in the other one."""
+
+    def problem():
+        x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.1, 0.5))
+        rows = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        losses = [
+            bo.FiniteSum(loss, list(rows), generator=torch.Generator().manual_seed(k))
+            for k, loss in enumerate([lambda b: (b @ y - 1).sin().mean(), lambda b: (b @ y - x.sum()).cosh().mean()])
+        ]
+        options = {} if name == "SRBA" else {"lower_steps": 1, "linear_steps": 2, "anchor_batches": 2}
+        optimizer = getattr(bo, name)([x], [y], lr=0.1, lower_lr=0.1, period=3, **options)
+        optimizer.compile(backend="eager")
+        eager, steps = [], optimizer._eager_step
+        optimizer._eager_step = lambda *args, **kwargs: (
+            eager.append(optimizer._run_state.steps) or steps(*args, **kwargs)
+        )
+        return optimizer, losses, [x, y], eager
+
+    optimizer, losses, parameters, eager = problem()
+    for _ in range(made):
+        optimizer.step(*losses)
+    again, others, copies, resumed_eager = problem()
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, other in zip(losses, others, strict=True):
+        other.load_state_dict(one.state_dict())
+    with torch.no_grad():
+        for one, other in zip(parameters, copies, strict=True):
+            other.copy_(one)
+    for _ in range(4):
+        optimizer.step(*losses)
+        again.step(*others)
+    assert eager == [0, 1]
+    assert resumed_eager == [k for k in eager if k >= made]
+    assert all(map(torch.equal, parameters, copies))
+
+
 def simple(lower, upper=None, **arguments):
     """An eager and a captured optimizer of AID for losses made of x and y; with their parameters."""
     found = []

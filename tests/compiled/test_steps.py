@@ -222,3 +222,25 @@ def test_a_difference_that_is_accepted_is_said_by_the_user():
         for _ in range(4):
             optimizer.step(lambda y=y: (y - 1).square(), lambda x=x, y=y: F.softplus(y - x) + y.square())
         assert optimizer.captured_graphs == graphs
+
+
+def test_a_difference_that_rounding_explains_is_accepted(monkeypatch):
+    """Near a solution a vector is a small difference of large ones: a program for rounded values says how small."""
+    from bilevel_optim.compiled import beside
+
+    asked, own = [], beside.mismatch
+
+    def differing(right, found, x, y, accepted, names, other=None):
+        asked.append((right[0].gradient, None if other is None else other[0].gradient))
+        return "the loss" if other is None else own(right, found, x, y, accepted, names, other)
+
+    monkeypatch.setattr(beside, "mismatch", differing)
+    x, y = (torch.full((2,), value, dtype=torch.float64, requires_grad=True) for value in (0.5, 1.0))
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2)
+    optimizer.compile(backend="eager")
+    for _ in range(4):
+        optimizer.step(lambda: (y - 1).square().sum(), lambda: (F.softplus(y - x) + y.square()).sum())
+    assert optimizer.captured_graphs == 1
+    (_, nothing), (right, rounded), *_ = asked
+    assert nothing is None
+    assert 0 < (rounded - right).norm() < 1e-14
