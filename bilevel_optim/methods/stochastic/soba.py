@@ -56,8 +56,9 @@ class SOBA(SingleLoop):
         lower_lr: learning rate of y.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y and v at their last values. Default: True. (The first v is one step from zero,
-            :math:`\eta \nabla_y f`.) With tasks, pass ``task_memory=True``, which keeps y and v of each task; without
-            it every v is the first one, so the indirect term keeps a large error.
+            :math:`\eta \nabla_y f`.) With tasks, pass ``task_memory=True``, which keeps y and v of each task, from
+            v = 0 when a task is first drawn; without it every v is the first one, so the indirect term keeps a large
+            error.
         upper_optimizer, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
             tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`.
