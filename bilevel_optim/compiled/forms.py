@@ -100,6 +100,7 @@ def _all_of(tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
 
 
 def forms_of(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+    """Return attributes and strides of tensors, to be compared with those of others, also in a trace."""
     return [*map(_ATTRIBUTES, tensors)], [*map(Tensor.stride, tensors)]
 
 

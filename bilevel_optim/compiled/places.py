@@ -144,7 +144,7 @@ class Writer:
         self._figures = [*self._diagnostics], itemgetter(*self._diagnostics.values()) if plain else None
         self._numbers = {**estimate.numbers, **moved.numbers}
         self._pure, self._x = pure, pure.live_x
-        y, self._buffers, self._rows = pure.live_y, cast("Any", results.buffers), results.writes
+        y, self._buffers, self._rows = pure.live_y, cast("Any", results.buffers), results.estimate.writes
         # Entries of the state: parameter, name and place; None deletes the entry.
         self._entries: list[tuple[Tensor, str, Any]] = [
             (p, name, place)

@@ -254,7 +254,7 @@ class StepReader:
         places = _simplified(graph)
         final = partial(on_tensors, lambda place: places[place] if place >= 0 else place)
         results, following = final(out["results"]), final(out["next"])
-        if any([write.table >= 0 for write in results.writes]):
+        if any([write.table >= 0 for write in results.estimate.writes]):
             raise RuntimeError("a step writes rows of a table that is not in its state, so a graph cannot return them")
         program = self._backend(graph, fakes, arguments)
         reads = sum([len(reading.tensors) for reading in readings])
@@ -264,7 +264,7 @@ class StepReader:
         """Return the places of the tensors of the next step's state; None if its structure differs."""
         before, after = list[Tensor](), list[Tensor]()
         structure = structure_of(state, before)
-        if results.writes or structure_of(following(state, results), after) != structure:
+        if results.estimate.writes or structure_of(following(state, results), after) != structure:
             return None
         return [*map(place, after)] if forms_of(before) == forms_of(after) else None
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..hypergradient import Estimate
-from ..hypergradient.estimate import Write, measured
+from ..hypergradient.estimate import measured
 from ..optimizer.method import Method
 from ..optimizer.step import StepInputs, Update
 from ..oracle.advance import advance_buffers
@@ -61,11 +61,6 @@ class Results(NamedTuple):
     counts: dict[str, int]
     alerts: list[str]
     flags: Tensor
-
-    @property
-    def writes(self) -> list[Write]:
-        """Changed rows of large tables."""
-        return [*self.estimate.writes, *(() if self.moved is None else self.moved.writes)]
 
 
 class PureStep:

@@ -143,5 +143,5 @@ def warn_of_forgetting(method: str, warned: set[str]) -> None:
         warn(
             f"{method} makes one step on y and v of each task, and keeps neither without task_memory, so that the "
             "hypergradient stays far off however long it runs; pass task_memory=True if tasks are drawn again and "
-            "again, or use AID or StocBiO"
+            "again (in one process), or use AID or StocBiO"
         )

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
-from ..hypergradient.estimate import Write
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Rate, rates_of
 from ..problem.tasks import LowerInit
@@ -245,7 +244,6 @@ class Update:
         upper_memory: new state entries shaped like x, by name; None deletes an entry.
         numbers: plain numbers that change.
         lower: new y, for methods that move it together with x.
-        writes: changed rows of large tables.
         solver: state of the upper optimizer, if it has any.
     """
 
@@ -253,5 +251,4 @@ class Update:
     upper_memory: dict[str, Vector | None] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
     lower: Vector | None = None
-    writes: tuple[Write, ...] = ()
     solver: Memory | None = None

@@ -260,8 +260,6 @@ def writes_of(
             writes.append(partial(remember_solver, state, y, estimate.solver))
         lower = estimate.lower
     if update is not None:
-        if update.writes:
-            writes.append(partial(write_rows, update.writes))
         if update.upper_memory:
             writes.append(partial(remember, state, x, update.upper_memory))
         if update.solver is not None:
