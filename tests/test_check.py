@@ -240,6 +240,25 @@ def test_what_only_the_absolute_tolerance_lets_pass_is_said():
         bo.check_hypergradient(optimizer, *losses, atol=0)
 
 
+@pytest.mark.parametrize("reference", ["dense", "implicit"])
+@pytest.mark.parametrize("weight", [1e-6, 1e-14, 1e-18])
+def test_the_reference_is_exact_where_the_hessian_changes_fast(weight, reference):
+    """The lower Hessian is about 12 (y - x)^2 and small, so it is that of the solution only at the solution itself."""
+    x, y = torch.tensor([0.5]).double().requires_grad_(), torch.tensor([0.3]).double().requires_grad_()
+
+    def lower():
+        return ((y - x) ** 4 + weight / 2 * (y - 2 * x).square()).sum()
+
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+    report = bo.check_hypergradient(optimizer, lambda: (y - 3).square().sum(), lower, rtol=10.0, reference=reference)
+    low, high = 0.0, 0.5  # d = y* - x solves 4 d^3 + weight (d - x) = 0
+    for _ in range(200):
+        d = (low + high) / 2
+        low, high = (d, high) if 4 * d**3 + weight * (d - 0.5) < 0 else (low, d)
+    truth = 2 * (d - 2.5) * (12 * d**2 + 2 * weight) / (12 * d**2 + weight)
+    assert report.norm == pytest.approx(abs(truth), rel=1e-10)
+
+
 def test_steps_that_are_infinite_and_losses_that_are_nan_are_told():
     x = torch.tensor([-1e-4], requires_grad=True)
     y = torch.zeros(2, requires_grad=True)

@@ -377,17 +377,8 @@ class _Truth:
         """Differentiate implicitly at the solution near a point, with the whole lower Hessian or by products."""
         return self._dense(near) if kind == "dense" else self._implicit(near)
 
-    def _dense(self, y: Vector) -> _Exact:
-        self.clock.require("the lower Hessian was made")
-        self.clock.show("the lower Hessian")
-        hessian = self._hessian(y)
-        eigenvalues = torch.linalg.eigvalsh(hessian)
-        if not eigenvalues[0] > self._unit * len(hessian) * eigenvalues[-1].abs():
-            raise GradcheckError(
-                "there is no reference: the lower loss is not strongly convex at the solution that was found (smallest "
-                f"eigenvalue of its Hessian {float(eigenvalues[0]):.3g}, largest {float(eigenvalues[-1]):.3g}). "
-                f"{UNSOLVED}"
-            )
+    def _dense(self, near: Vector) -> _Exact:
+        y, hessian = near, self._definite_hessian(near)
         slope_ = flat(self.lower(y)[1])
         for _ in range(5):
             step = torch.linalg.solve(hessian, slope_)
@@ -397,6 +388,8 @@ class _Truth:
                 break
             y, slope_ = after, slope_after
         self._require_solved(y, float(step.norm()))
+        if float((y - near).norm()) > 100 * self._unit * float(y.norm()):
+            hessian = self._definite_hessian(y)  # the cross derivative is that at y too
         self._factor = torch.linalg.inv(hessian)
         v = unflat(torch.linalg.solve(hessian, flat(self.upper(y)[2])), y)
         return self._with_adjoint(v, _Solved(y, float(slope_.norm()), unflat(step, y)))
@@ -441,6 +434,20 @@ class _Truth:
             with point.lower_system(sample, gradient=False) as system:
                 bent, cross = bent + system.hvp(v), cross + system.cross(v)
         return bent * (1 / len(self._lower)), cross * (1 / len(self._lower))
+
+    def _definite_hessian(self, y: Vector) -> Tensor:
+        """Return the lower Hessian; raise GradcheckError if it is not positive definite."""
+        self.clock.require("the lower Hessian was made")
+        self.clock.show("the lower Hessian")
+        hessian = self._hessian(y)
+        eigenvalues = torch.linalg.eigvalsh(hessian)
+        if not eigenvalues[0] > self._unit * len(hessian) * eigenvalues[-1].abs():
+            raise GradcheckError(
+                "there is no reference: the lower loss is not strongly convex at the solution that was found (smallest "
+                f"eigenvalue of its Hessian {float(eigenvalues[0]):.3g}, largest {float(eigenvalues[-1]):.3g}). "
+                f"{UNSOLVED}"
+            )
+        return hessian
 
     def _hessian(self, y: Vector) -> Tensor:
         point, size = self.oracle.at(lower=y), sum(t.numel() for t in y)
