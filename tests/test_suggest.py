@@ -159,6 +159,7 @@ def test_noise_is_that_of_the_batches():
     true = float(0.1 * shifts.var(0).sum().sqrt() / (1 + 0.1 * shifts.mean(0)).norm())
     assert suggestion.lower_noise == pytest.approx(true, rel=1e-6)
     assert suggestion.upper_noise == 0.0
+    assert "solved within the noise of its batches" in str(suggestion)  # the loss is not that of the exact y*
 
 
 def test_a_nonconvex_lower_problem_is_reported():

@@ -97,7 +97,8 @@ class Suggestion:
             the hypergradient. It also holds the warnings that were ``told``, and the best ``rates`` of each kind of
             update.
         rejected: for each method that is not suggested, why.
-        start: the upper loss with the lower problem solved at the current x.
+        start: the upper loss with the lower problem solved at the current x, by lower steps like those of the trials:
+            with noisy batches of g it includes their effect on y.
         largest, smallest: curvature of g in y at the point, with their ``uncertainty``.
         lower_noise, upper_noise: standard deviation of a gradient over batches, over the norm of the mean; 0 without
             data.
@@ -137,8 +138,9 @@ class Suggestion:
 
     def __str__(self) -> str:
         convex = f", condition number {self.largest / self.smallest:.3g}" if self.smallest > 0 else ""
+        within = " within the noise of its batches" if self.lower_noise else ""
         lines = [
-            f"upper loss {self.start:.4g} with the lower problem solved at the present x",
+            f"upper loss {self.start:.4g} with the lower problem solved{within} at the present x",
             f"curvature of g in y: {self.smallest:.3g} to {self.largest:.3g} (within {self.uncertainty:.1g}){convex}",
             f"noise of a batch's gradient: {self.lower_noise:.2g} of g, {self.upper_noise:.2g} of f",
             f"second derivatives: {self.second_derivatives or 'work'}",
