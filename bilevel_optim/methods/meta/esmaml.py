@@ -43,7 +43,8 @@ class ESMAML(Initialised, ZerothOrder):
 
     *Cost per step*: N (2Q + 1) lower gradients, each made from 2R values of g with ``lower_directions``, and 2Q + 1
     values of f. *Draws*, memory, buffers: as `PZOBO`; :math:`v_k` are torch's random numbers, like those of dropout, so
-    that ``compile`` leaves such steps uncompiled. The live y is set to the adapted :math:`y_N(x)`.
+    that ``compile`` leaves such steps uncompiled. Without tasks the live y is set to the adapted :math:`y_N(x)`; with
+    tasks it does not change.
 
     Args:
         upper: upper parameters; the last of them are copies of the lower parameters, which start from them.
