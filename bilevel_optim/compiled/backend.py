@@ -12,7 +12,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
 from .repeats import fold_repeats
-from .small_cpu import is_understood, listed
+from .small_cpu import SmallProgram, is_understood, small_program
 
 __all__ = ["Backend", "Maker", "Program", "maker_of"]
 
@@ -25,7 +25,10 @@ class Program:
 
     Args:
         call: the function.
-        written: the wrapper that Inductor has generated for a CPU. The first call turns it into a `CallList`.
+        written: the code that Inductor has generated for a CPU. The first call makes a `SmallProgram` of it.
+
+    Attributes:
+        small: that, if the code was understood; ``call`` is its function then.
     """
 
     _boxed_call = True  # tells AOTAutograd to pass the arguments as one list
@@ -36,11 +39,13 @@ class Program:
         written: Callable[[list[Any]], Sequence[Any]] | None = None,
     ) -> None:
         self.call, self._written = call, written
+        self.small: SmallProgram | None = None
         self.met: list[tuple[list[Any], Sequence[Any]]] | None = None  # arguments and results of calls, while wanted
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         if self._written is not None:
-            self.call, self._written = listed(self._written, arguments) or self.call, None
+            self.small, self._written = small_program(self._written, arguments), None
+            self.call = self.call if self.small is None else self.small.call
         if self.met is None:
             return self.call(arguments)
         given = [*arguments]  # the list is emptied by the call

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from .draws import Drawn
 from .forms import DataForm
 from .program import Call, StepProgram
-from .small_cpu import CallList, storage_of
+from .small_cpu import Function, storage_of
 
 __all__ = ["Chain"]
 
@@ -24,19 +25,21 @@ class Chain:
 
     Args:
         program: the program.
-        first: one of its calls.
-        drawn: samples of that call.
-        random: its random inputs.
+        arguments: those of a call, as an example.
+        drawn: samples in them.
+        random: random inputs in them.
 
     Attributes:
         form: that of both.
     """
 
-    def __init__(self, program: StepProgram, first: Call, drawn: Drawn, random: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, program: StepProgram, arguments: Sequence[Tensor], drawn: Drawn, random: Mapping[str, Tensor]
+    ) -> None:
         assert program.next_state is not None
         self.program = program
         self._loss, self._flags = program.writer.loss, program.writer.flags
-        count = len(first.arguments)
+        count = len(arguments)
         self._first = count - len(program.next_state)  # where the state begins
         pairs = list(enumerate(program.next_state, self._first))
         self._from_results = [(j, int(k)) for j, k in pairs if k >= 0]
@@ -48,11 +51,32 @@ class Chain:
         for source, samples in drawn.items():
             forms = [DataForm.of(own[0] if len(own) == 3 else own) for own in samples]
             self._batches[source] = forms[:1] if all([form == forms[0] for form in forms]) else forms
-        self._reusing: Sequence[CallList] | None = None  # the program again, with results that keep their memory
+        self._reusing = self._with_kept_results(arguments)
+        # Changing arguments that are results of the last step too.
+        passed = {place + count for place in (*program.writer.places, *program.next_state) if place < 0}
+        self._passed = [j for j, _ in (*self._from_results, *self._from_arguments) if j in passed]
 
-    def shares_memory(self, first: Call, live: Sequence[Tensor]) -> bool:
+    def _with_kept_results(self, arguments: Sequence[Tensor]) -> Sequence[Function]:
+        """Return programs whose results keep their memory, to be called in turn for all steps but the last, if any.
+
+        They run on a CPU, so that reading their losses and flags at once waits for nothing.
+        """
+        small, changing = self.program.program.small, [j for j, _ in (*self._from_results, *self._from_arguments)]
+        # A result is an argument of the next step, and perhaps of more steps after it.
+        turns, later = 2, {j for j, _ in self._from_results}
+        while turns <= TURNS and (later := {j for j, k in self._from_arguments if k in later}):
+            turns += 1
+        if small is None or turns > TURNS:
+            return []
+        # Results in the memory of an argument, such as the last x.
+        owners = {storage_of(arguments[j]) for j in changing}
+        if any([storage_of(t) in owners for t in small.call([*arguments])]):
+            return []
+        return [small.reusing(set()) for _ in range(turns)]
+
+    def shares_memory(self, arguments: Sequence[Tensor], live: Sequence[Tensor]) -> bool:
         """Return True if a loss may read the memory of a live tensor by itself: it changes when a step is written."""
-        moving, others = {*map(storage_of, live)}, first.arguments[: self._first]
+        moving, others = {*map(storage_of, live)}, arguments[: self._first]
         return any(t.layout is not torch.strided or storage_of(t) in moving for t in others)
 
     def rows(
@@ -76,56 +100,35 @@ class Chain:
         drawn += [[(t,) for t in own] for own in random]
         return [*map(list, map(chain.from_iterable, zip(*drawn, strict=False)))]
 
-    def follow(self, first: Call, data: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor | list[list[bool]], Call]:
-        """Return losses and flags of the first call and of a call for each element of ``data``, and the last call."""
-        call, arguments, results = self.program.program.call, [*first.arguments], first.results
-        reusing = self._with_kept_results(first) if len(data) > 2 else ()
-        losses, flags, begin = [results[self._loss]], [results[self._flags]], self.program.reads
-        values, told = list[float](), list[list[bool]]()  # of calls whose results keep their memory
-        from_arguments, from_results, last = self._from_arguments, self._from_results, len(data) - 1
-        with torch.no_grad():
-            for k, drawn in enumerate(data):
-                for j, t in [(j, arguments[i]) for j, i in from_arguments] if from_arguments else ():
-                    arguments[j] = t
-                for j, i in from_results:
-                    arguments[j] = results[i]
-                arguments[begin : begin + len(drawn)] = drawn
-                if reusing and k < last:
-                    results = reusing[k % len(reusing)](arguments)
-                    values.append(results[self._loss].item())
-                    told.append(results[self._flags].tolist())
-                else:
-                    results = call([*arguments])
-                    losses.append(results[self._loss])
-                    flags.append(results[self._flags])
-        if not reusing:
-            return torch.stack(losses), torch.stack(flags), Call(arguments, results)
-        for j, _ in (*self._from_results, *self._from_arguments):  # the memory of earlier results will be used again
-            arguments[j] = arguments[j].clone()
-        begins, ends = losses
-        in_a_row = torch.tensor([begins.item(), *values, ends.item()], dtype=ends.dtype, device="cpu")
-        return in_a_row, [flags[0].tolist(), *told, flags[1].tolist()], Call(arguments, results)
+    def follow(
+        self, arguments: Sequence[Tensor], data: Sequence[Sequence[Tensor]]
+    ) -> tuple[Tensor, Tensor | list[list[bool]], Call]:
+        """Return losses and flags of a call and of one for each element of ``data``, and the last call.
 
-    def _with_kept_results(self, first: Call) -> Sequence[CallList]:
-        """Return programs whose results keep their memory, to be called in turn for all steps but the last, if any.
-
-        They run on a CPU, so that reading their losses and flags at once waits for nothing.
+        Without gradients.
         """
-        if self._reusing is None:
-            self._reusing = []
-            changing = {j for j, _ in (*self._from_results, *self._from_arguments)}
-            # Results in the memory of an argument, such as the last x.
-            owner = {storage_of(first.arguments[j]): j for j in changing}
-            passed = {k: owner[storage_of(t)] for k, t in enumerate(first.results) if storage_of(t) in owner}
-            moved = [*self._from_arguments, *((j, passed[k]) for j, k in self._from_results if k in passed)]
-            # A result is an argument of the next step, and perhaps of more steps after it.
-            turns, later = 2, {j for j, _ in self._from_results}
-            while turns <= TURNS and (later := {j for j, k in moved if k in later}):
-                turns += 1
-            call = self.program.program.call
-            if turns <= TURNS and isinstance(call, CallList) and not passed:
-                self._reusing = [call.reusing(()) for _ in range(turns)]
-        return self._reusing
+        call, arguments = self.program.program.call, [*arguments]
+        reusing = self._reusing if len(data) > 2 else ()
+        at_loss, at_flags, begin = self._loss, self._flags, self.program.reads
+        from_arguments, from_results = self._from_arguments, self._from_results
+        losses, flags = list[Any](), list[Any]()  # numbers, of calls whose results keep their memory
+        for program, drawn in zip(cycle(reusing or (call,)), data, strict=False):
+            results = program([*arguments])
+            losses.append(results[at_loss].item() if reusing else results[at_loss])
+            flags.append(results[at_flags].tolist() if reusing else results[at_flags])
+            for j, t in [(j, arguments[i]) for j, i in from_arguments] if from_arguments else ():
+                arguments[j] = t
+            for j, i in from_results:
+                arguments[j] = results[i]
+            arguments[begin : begin + len(drawn)] = drawn
+        results = call([*arguments])
+        loss, flag = results[at_loss], results[at_flags]
+        if not reusing:
+            return torch.stack([*losses, loss]), torch.stack([*flags, flag]), Call(arguments, results)
+        for j in self._passed:  # the memory of earlier results will be used again
+            arguments[j] = arguments[j].clone()
+        in_a_row = torch.frombuffer(array("d", [*losses, loss.item()]), dtype=torch.float64)
+        return in_a_row.to(loss.dtype), [*flags, flag.tolist()], Call(arguments, results)
 
 
 def _parts(batches: Sequence[Any], forms: Sequence[DataForm]) -> Sequence[Sequence[Tensor]]:

@@ -128,6 +128,7 @@ class Writer:
 
     Attributes:
         loss, flags: the places of these results.
+        places: those of all results.
         kept: the places of tensors that are kept as they are; others are copied.
         alerts: what the flags after the first one are for.
         counts: oracle calls.
@@ -166,7 +167,14 @@ class Writer:
         pairs += zip(self._x, moved.x, strict=False)
         self._live, self._values = [t for t, _ in pairs], [place for _, place in pairs]
         staying = self.loss, self._diagnostics, self._numbers, self._solvers, [place for *_, place in self._entries]
-        self.kept = {leaf for leaf in tree_leaves(staying) if isinstance(leaf, Place)}
+        self.kept: set[int] = {leaf for leaf in tree_leaves(staying) if isinstance(leaf, Place)}
+        self.places: list[Place] = []
+
+        def note(place: Place) -> Place:
+            self.places.append(place)
+            return place
+
+        on_tensors(note, results)
         entries = [(id(p), name, place is None) for p, name, place in self._entries]
         solvers = [(prefix, structure_of(memory, [])) for _, memory, prefix in self._solvers]
         self.written = entries, solvers, [*map(id, self._live)], len(self._buffers), {*self._numbers}

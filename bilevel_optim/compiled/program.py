@@ -24,7 +24,6 @@ from .places import Place, Writer, on_tensors
 from .pure import PureStep, Results, State, following
 from .reading import Arguments, Needed, Reader, Reading, Together, UserGraph, look
 from .reasons import Refused
-from .small_cpu import CallList
 
 __all__ = ["Call", "Given", "StepProgram", "StepReader"]
 
@@ -108,8 +107,8 @@ class StepProgram:
     def once(self, arguments: list[Tensor]) -> Call:
         """Run the program for results that are written before its next call: memory of those to copy is used again."""
         if self._once is None:
-            call = self.program.call
-            self._once = call.reusing(self.writer.kept) if isinstance(call, CallList) else self.program
+            small = self.program.small
+            self._once = self.program if small is None else small.reusing(self.writer.kept)
         return Call(arguments, self._once([*arguments]))
 
     def results(self, call: Call) -> Results:

@@ -47,7 +47,7 @@ class CompiledRuns(CompiledSteps):
             if found is not None:
                 optimizer._watch_losses(found, moves=True)
             losses.append(one().clone().reshape(1) if found is None else found)
-            done += len(losses[-1])
+            done += losses[-1].numel()
         return torch.cat(losses) if len(losses) > 1 else losses[0]
 
     def _run_chain(self, sources: Sources, most: int) -> Tensor | None:
@@ -68,7 +68,7 @@ class CompiledRuns(CompiledSteps):
         if found is None:
             self.return_to(place)
             return None
-        each = max(time.monotonic() - began, 1e-9) / len(found)
+        each = max(time.monotonic() - began, 1e-9) / found.numel()
         self._most = min(max(int(AT_RISK / each), 1), CHECKED_EVERY)
         self.tell_gain()
         return found
@@ -110,22 +110,21 @@ class CompiledRuns(CompiledSteps):
                 break
             parts.append(part)
             latest[entry] = part
-            if len(part.losses) < count:
+            if part.losses.numel() < count:
                 break
             values = part.last.values
             state = [values[k] for k in part.program.next_state or ()]
-        made = sum([len(part.losses) for part in parts])
+        made = sum([part.losses.numel() for part in parts])
         sound = self._sound(parts) if optimizer.check_finite else made
         if sound < sum([count for _, count in kinds]):
             self.return_to(place)
             left = sound
             for i, part in enumerate(parts):
-                own = min(left, len(part.losses))
+                own = min(left, part.losses.numel())
                 for _ in range(own):
                     self.drawn(part.entry, sources)
-                if 0 < own < len(part.losses):
-                    followed = part.chain.follow(part.first, part.data[: own - 1])
-                    parts[i] = part._replace(losses=followed[0], last=followed[2])
+                if 0 < own < part.losses.numel():
+                    parts[i] = self._followed(part.entry, part.program, part.arguments, part.data[: own - 1])
                 left -= own
                 if not left:
                     del parts[i + bool(own) :]
@@ -134,9 +133,9 @@ class CompiledRuns(CompiledSteps):
             return None
         counts = dict.fromkeys(optimizer._run_state.counts, 0)
         for part in parts:
-            part.entry.uses += len(part.losses)
+            part.entry.uses += part.losses.numel()
             for name in counts:
-                counts[name] += len(part.losses) * part.program.writer.counts[name]
+                counts[name] += part.losses.numel() * part.program.writer.counts[name]
         entry, program, last = parts[-1].entry, parts[-1].program, parts[-1].last
         with torch.no_grad():
             self.write(entry, program, last, last.values, True, sound, counts)
@@ -151,24 +150,24 @@ class CompiledRuns(CompiledSteps):
         program, arguments = ready
         if program.next_state is None:  # a step cannot follow before the one before is written
             return None
-        with torch.no_grad():
-            first = program(arguments)
-        chain: Chain = program.chain or Chain(program, first, inputs.drawn, inputs.random)
-        program.chain = chain
-        if chain.shares_memory(first, [*pure.live_x, *pure.live_y, *pure.buffers]):
+        if program.chain is None:
+            program.chain = Chain(program, arguments, inputs.drawn, inputs.random)
+        chain: Chain = program.chain
+        if chain.shares_memory(arguments, [*pure.live_x, *pure.live_y, *pure.buffers]):
             return None
         data = self._ahead(entry, sources, chain, count - 1) if count > 1 else []
-        return Part(entry, program, chain, first, data, *chain.follow(first, data))
+        return self._followed(entry, program, arguments, data)
 
     def _part_like(self, other: Part, sources: Sources, count: int, state: Sequence[Tensor]) -> Part | None:
         """Run at most ``count`` steps with the program of earlier ones; return None if data have another form."""
-        entry, program, chain = other.entry, other.program, other.chain
-        data = self._ahead(entry, sources, chain, count)
-        if not data:
-            return None
+        program = other.program
+        data = self._ahead(other.entry, sources, program.chain, count)
+        arguments = [*other.arguments[: program.reads], *data[0], *state] if data else []
+        return self._followed(other.entry, program, arguments, data[1:]) if data else None
+
+    def _followed(self, entry: Entry, program: StepProgram, arguments: list[Tensor], data: list[list[Tensor]]) -> Part:
         with torch.no_grad():
-            first = program([*other.first.arguments[: program.reads], *data[0], *state])
-        return Part(entry, program, chain, first, data[1:], *chain.follow(first, data[1:]))
+            return Part(entry, program, arguments, data, *program.chain.follow(arguments, data))
 
     def _sound(self, parts: Sequence[Part]) -> int:
         """Return the number of steps before the first that has to be repeated eagerly."""
@@ -200,12 +199,11 @@ class CompiledRuns(CompiledSteps):
 
 
 class Part(NamedTuple):
-    """Steps of one kind in a chain: their first call, the data of the others, their results, and the last call."""
+    """Steps of one kind in a chain: arguments of the first, data of the others, their results, and the last call."""
 
     entry: Entry
     program: StepProgram
-    chain: Chain
-    first: Call
+    arguments: list[Tensor]
     data: list[list[Tensor]]
     losses: Tensor
     flags: Tensor | list[list[bool]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,16 +71,20 @@ class UpperTrend:
     settled: float = math.inf
     promised: float = 0.0
 
-    def is_usual(self, loss: float) -> bool:
-        """Note a loss inside a window that is not above the last one and the first; return False for others.
+    def unusual(self, losses: Iterable[float]) -> Iterator[float]:
+        """Note losses inside a window that are not above the one before and the first; yield the others.
 
         A shortcut with the same result as `note_loss` and `describe_rise`, because most losses are of this kind.
         """
-        if self.count < WINDOW or len(self.window) >= WINDOW - 1 or not loss <= max(self.last, self.first or 0.0):
-            return False
-        self.above, self.count, self.last = 0, self.count + 1, loss
-        self.window.append(loss)
-        return True
+        for loss in losses:
+            window = self.window
+            usual = len(window) < WINDOW - 1 and self.count >= WINDOW
+            if usual and (loss <= self.last or loss <= (self.first or 0.0)):
+                self.above, self.last = 0, loss
+                self.count += 1
+                window.append(loss)
+            else:
+                yield loss
 
     def note_loss(self, loss: float) -> bool:
         """Note a loss; return True if it is the second in a row that is far above the first, or if moves of x did that.
@@ -152,9 +156,7 @@ def watch_losses(
     begins, ends = trend.count < WINDOW, len(trend.window) + len(values) >= WINDOW  # a window of losses
     if values and (begins or ends) and (here := slope()) is not None:
         trend.promised += here.norm * here.length * (len(values) if begins else max(len(values), WINDOW))
-    for loss in values:
-        if trend.is_usual(loss):
-            continue
+    for loss in trend.unusual(values):
         if trend.note_loss(loss) and "growing upper loss" not in warned:
             warned.add("growing upper loss")
             warn(f"{trend.text}: the run diverges. {DIVERGES}")

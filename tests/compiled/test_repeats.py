@@ -10,10 +10,10 @@ from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import bilevel_optim as bo
-from bilevel_optim.compiled import entry, repeats
+from bilevel_optim.compiled import backend, entry, repeats
 from bilevel_optim.compiled.backend import Program
 from bilevel_optim.compiled.repeats import TIMES, fold_repeats
-from bilevel_optim.compiled.small_cpu import CallList, listed
+from bilevel_optim.compiled.small_cpu import small_program
 
 A = torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 4
 
@@ -214,10 +214,11 @@ def test_steps_with_folded_graphs_are_eager_steps(kind, options, monkeypatch):
 @pytest.mark.slow
 def test_inductor_compiles_parts_once(monkeypatch):
     """Its code for them is understood too, so that a step on a CPU keeps the memory of its intermediate results."""
-    calls = []
-    monkeypatch.setattr(CallList, "__call__", lambda *a, call=CallList.__call__: calls.append(a) or call(*a))
+    made = []
+    monkeypatch.setattr(backend, "small_program", lambda *a: made.append(small_program(*a)) or made[-1])
     right, own = (trained(bo.ITD, {"lower_steps": 5}, compiled=name) for name in (False, "inductor"))
-    assert calls
+    assert made
+    assert all(made)
     torch.testing.assert_close(own, right, rtol=1e-10, atol=1e-12)
 
 
@@ -250,7 +251,7 @@ CALL = """
 """
 
 
-def test_lists_of_calls_hold_only_what_is_still_needed(tmp_path):
+def test_small_programs_hold_only_what_is_still_needed(tmp_path):
     """In code as Inductor writes it: parts, whose ends free what they do not return, and views without a name."""
     calls = 8
     file = tmp_path / "generated.py"
@@ -277,8 +278,7 @@ def test_lists_of_calls_hold_only_what_is_still_needed(tmp_path):
     vars(module).update(own)
     specification.loader.exec_module(module)
     arguments = [torch.rand(200, 200, generator=torch.Generator().manual_seed(0))]
-    found = listed(module.call, arguments)
-    assert isinstance(found, CallList)
+    found = small_program(module.call, arguments).call
     (right,) = module.call([*arguments])
     most = []
     for function in (module.call, found):
