@@ -39,6 +39,9 @@ def is_profiled() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
+_NOTHING = nullcontext()
+
+
 def span(name: str) -> AbstractContextManager[object]:
     """Context for a range of that name in the profile; without a profiler a no-op at next to no cost.
 
@@ -50,5 +53,5 @@ def span(name: str) -> AbstractContextManager[object]:
         True
     """
     if not torch.autograd.profiler._is_profiler_enabled:
-        return nullcontext()
+        return _NOTHING
     return torch.profiler.record_function(f"bilevel_optim.{name}")

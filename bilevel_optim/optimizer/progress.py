@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,20 +71,26 @@ class UpperTrend:
     settled: float = math.inf
     promised: float = 0.0
 
-    def unusual(self, losses: Iterable[float]) -> Iterator[float]:
-        """Note losses inside a window that are not above the one before and the first; yield the others.
+    def unusual(self, losses: Sequence[float]) -> Iterator[float]:
+        """Note losses inside a window that are not above the first or the one before; yield the others.
 
         A shortcut with the same result as `note_loss` and `describe_rise`, because most losses are of this kind.
         """
-        for loss in losses:
-            window = self.window
-            usual = len(window) < WINDOW - 1 and self.count >= WINDOW
-            if usual and (loss <= self.last or loss <= (self.first or 0.0)):
-                self.above, self.last = 0, loss
-                self.count += 1
-                window.append(loss)
+        done = 0
+        while done < len(losses):
+            room = WINDOW - 1 - len(self.window) if self.count >= WINDOW else 0
+            some = losses[done : done + room]
+            first = self.first or 0.0
+            if not all(map(first.__ge__, some)):
+                some = some[:1] if some[0] <= max(self.last, first) else []
+            if some:
+                self.above, self.last = 0, some[-1]
+                self.count += len(some)
+                self.window += some
+                done += len(some)
             else:
-                yield loss
+                yield losses[done]
+                done += 1
 
     def note_loss(self, loss: float) -> bool:
         """Note a loss; return True if it is the second in a row that is far above the first, or if moves of x did that.

@@ -308,6 +308,24 @@ def test_many_losses_at_once_are_noted_as_one_by_one(first, rise, where):
     assert bool(ends[0][1]) == (rise > 1 and where == (61, 62))
 
 
+@pytest.mark.parametrize("slope", [-0.02, 0.0, 0.02])
+def test_usual_losses_pass_by_the_long_way_with_the_same_result(slope):
+    losses = (1 + torch.rand(200, generator=seeded(0)) + slope * torch.arange(200)).tolist()
+    long, short, passed = UpperTrend(), UpperTrend(), 0
+    for at in range(0, 200, 25):
+        for loss in losses[at : at + 25]:
+            long.note_loss(loss)
+            long.describe_rise(loss)
+        others = 0
+        for loss in short.unusual(losses[at : at + 25]):
+            short.note_loss(loss)
+            short.describe_rise(loss)
+            others += 1
+        passed += 25 - others
+        assert short == long
+    assert 0 < passed < 200
+
+
 @pytest.mark.parametrize("method", ["SOBA", "FirstOrder"])
 def test_a_lower_parameter_that_is_no_longer_reached_is_reported_once(method):
     x, y = torch.ones(2, requires_grad=True), [torch.zeros(2, requires_grad=True) for _ in range(2)]
