@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from itertools import chain, cycle
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from .draws import Drawn
 from .forms import DataForm
+from .places import Place
 from .program import Call, StepProgram
 from .small_cpu import Function, storage_of
 
@@ -39,11 +41,8 @@ class Chain:
         assert program.next_state is not None
         self.program = program
         self._loss, self._flags = program.writer.loss, program.writer.flags
-        count = len(arguments)
-        self._first = count - len(program.next_state)  # where the state begins
-        pairs = list(enumerate(program.next_state, self._first))
-        self._from_results = [(j, int(k)) for j, k in pairs if k >= 0]
-        self._from_arguments = [(j, k + count) for j, k in pairs if k < 0 and j != k + count]
+        self._first = len(arguments) - len(program.next_state)  # where the state begins
+        self._next_state = itemgetter(*program.next_state)  # of results and arguments
         self.form = DataForm.of((drawn, random))
         self._times = {source: len(samples) for source, samples in drawn.items()}
         # The forms of its batches, without their indices and weights; of one, if all of them have the same.
@@ -51,25 +50,29 @@ class Chain:
         for source, samples in drawn.items():
             forms = [DataForm.of(own[0] if len(own) == 3 else own) for own in samples]
             self._batches[source] = forms[:1] if all([form == forms[0] for form in forms]) else forms
-        self._reusing = self._with_kept_results(arguments)
-        # Changing arguments that are results of the last step too.
-        passed = {place + count for place in (*program.writer.places, *program.next_state) if place < 0}
-        self._passed = [j for j, _ in (*self._from_results, *self._from_arguments) if j in passed]
+        count, own = len(arguments), enumerate(program.next_state, self._first)
+        changing = [(j, place) for j, place in own if place != j - count]
+        self._reusing = self._with_kept_results(arguments, changing)
+        passed = {*program.writer.places, *program.next_state}
+        self._passed = [j for j, _ in changing if j - count in passed]  # those that are results of the last step too
 
-    def _with_kept_results(self, arguments: Sequence[Tensor]) -> Sequence[Function]:
+    def _with_kept_results(
+        self, arguments: Sequence[Tensor], changing: Sequence[tuple[int, Place]]
+    ) -> Sequence[Function]:
         """Return programs whose results keep their memory, to be called in turn for all steps but the last, if any.
 
-        They run on a CPU, so that reading their losses and flags at once waits for nothing.
+        They run on a CPU, so that reading their losses and flags at once waits for nothing. The arguments that change
+        come with their places in the step before.
         """
-        small, changing = self.program.program.small, [j for j, _ in (*self._from_results, *self._from_arguments)]
+        small, count = self.program.program.small, len(arguments)
         # A result is an argument of the next step, and perhaps of more steps after it.
-        turns, later = 2, {j for j, _ in self._from_results}
-        while turns <= TURNS and (later := {j for j, k in self._from_arguments if k in later}):
+        turns, later = 2, {j for j, place in changing if place >= 0}
+        while turns <= TURNS and (later := {j for j, place in changing if place + count in later}):
             turns += 1
         if small is None or turns > TURNS:
             return []
         # Results in the memory of an argument, such as the last x.
-        owners = {storage_of(arguments[j]) for j in changing}
+        owners = {storage_of(arguments[j]) for j, _ in changing}
         if any([storage_of(t) in owners for t in small.call([*arguments])]):
             return []
         return [small.reusing(set()) for _ in range(turns)]
@@ -107,28 +110,24 @@ class Chain:
 
         Without gradients.
         """
-        call, arguments = self.program.program.call, [*arguments]
+        call, next_state = self.program.program.call, self._next_state
         reusing = self._reusing if len(data) > 2 else ()
-        at_loss, at_flags, begin = self._loss, self._flags, self.program.reads
-        from_arguments, from_results = self._from_arguments, self._from_results
+        at_loss, at_flags = self._loss, self._flags
+        given, reads = [*arguments], arguments[: self.program.reads]
         losses, flags = list[Any](), list[Any]()  # numbers, of calls whose results keep their memory
         for program, drawn in zip(cycle(reusing or (call,)), data, strict=False):
-            results = program([*arguments])
+            results = program([*given])
             losses.append(results[at_loss].item() if reusing else results[at_loss])
             flags.append(results[at_flags].tolist() if reusing else results[at_flags])
-            for j, t in [(j, arguments[i]) for j, i in from_arguments] if from_arguments else ():
-                arguments[j] = t
-            for j, i in from_results:
-                arguments[j] = results[i]
-            arguments[begin : begin + len(drawn)] = drawn
-        results = call([*arguments])
+            given = [*reads, *drawn, *next_state([*results, *given])]
+        results = call([*given])
         loss, flag = results[at_loss], results[at_flags]
         if not reusing:
-            return torch.stack([*losses, loss]), torch.stack([*flags, flag]), Call(arguments, results)
+            return torch.stack([*losses, loss]), torch.stack([*flags, flag]), Call(given, results)
         for j in self._passed:  # the memory of earlier results will be used again
-            arguments[j] = arguments[j].clone()
+            given[j] = given[j].clone()
         in_a_row = torch.frombuffer(array("d", [*losses, loss.item()]), dtype=torch.float64)
-        return in_a_row.to(loss.dtype), [*flags, flag.tolist()], Call(arguments, results)
+        return in_a_row.to(loss.dtype), [*flags, flag.tolist()], Call(given, results)
 
 
 def _parts(batches: Sequence[Any], forms: Sequence[DataForm]) -> Sequence[Sequence[Tensor]]:
