@@ -897,3 +897,41 @@ def test_an_error_of_the_users_own_transform_is_passed_on():
     with pytest.raises(RuntimeError, match="functorch") as error:
         bo.solve(loss, torch.ones(2), torch.zeros(2))
     assert "solve" not in str(error.value)
+
+
+@pytest.mark.parametrize("proximal", [None, lambda x, z, step: 0.1 * z + 0.9 * z.detach()])
+def test_a_wrong_derivative_is_told_without_words_about_optimizers(proximal):
+    """It spoke of the optimizer's state, which a caller of solve does not have."""
+    x = torch.tensor([0.5, 0.9], requires_grad=True)
+
+    def loss(x, y):
+        return (sparse_cube(y) if proximal is None else y).sum() / 3 + (y - x).square().sum() / 2
+
+    with pytest.raises(bo.DerivativeError, match="nothing has been changed") as caught:
+        bo.solve(loss, x, torch.full_like(x, 0.3), proximal=proximal)
+    assert "optimizer" not in str(caught.value)
+    assert "parameters" not in str(caught.value)
+
+
+def test_errors_of_an_oracle_do_not_speak_of_an_optimizer():
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+
+    def overwritten():
+        with torch.no_grad():
+            y.mul_(1)
+        return (y - x).square().sum()
+
+    def differentiated():
+        loss = (y - x).square().sum()
+        loss.backward()
+        return loss
+
+    for loss, text in (
+        (lambda: torch.ones((), requires_grad=True) * 2, "depends on no parameter, upper or lower"),
+        (overwritten, "writes into lower parameter lower 0, which no loss may change"),
+        (differentiated, "seems to call backward"),
+    ):
+        with pytest.raises(ValueError, match=text) as caught:
+            bo.hypergradient.implicit(bo.Oracle([x], [y], lambda: y.sum(), loss), partial(bo.linear.cg, steps=1))
+        assert "this optimizer" not in str(caught.value)
+        assert "the optimizer" not in str(caught.value)
