@@ -165,7 +165,7 @@ class Method(Options, Optimizer, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._saved_options = {name: one.attribute for name, one in cls._options.items() if one.saved and one.attribute}
+        cls._saved_options = {name: one.attribute or name for name, one in cls._options.items() if one.saved}
         cls.__signature__ = signature_of(cls)  # type: ignore[attr-defined]
         if "declared" in vars(cls):
             register(cls)
