@@ -419,8 +419,8 @@ class Session:
             self.warned.add("process_group")
             warn(
                 "a loss calls a module that fully_shard has split over processes, but the method has no process_group: "
-                "gradients of its parameters are means over the processes, but losses and all other gradients are those "
-                "of each process's own data, so that x drifts apart if the data differ; pass "
+                "gradients of its parameters are means over the processes, but losses and all other gradients are "
+                "those of each process's own data, so that x drifts apart if the data differ; pass "
                 "process_group=torch.distributed.group.WORLD to the method"
             )
         if alone and wraps_for_ranks(self.buffers.modules):

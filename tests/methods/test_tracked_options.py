@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import numpy
+import pytest
 import torch
 
 import bilevel_optim as bo
