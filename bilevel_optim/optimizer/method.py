@@ -104,7 +104,7 @@ from .transaction import (
     Transaction,
     Turn,
     recalled,
-    reference_to_gradient,
+    spent_gradient,
     undo_of,
     writes_of,
 )
@@ -293,7 +293,7 @@ class Method(Options, Optimizer, ABC):
             finally:
                 self._begun = None
             self._run_state.written = {}
-            self._run_state.spent = reference_to_gradient(self.param_groups[0]["params"]) if update else None
+            self._run_state.spent = spent_gradient(self.param_groups[0]["params"]) if update else None
             self._watch_losses(loss, moves=update)
             if look:
                 self._watch_moves(float(loss), before)
