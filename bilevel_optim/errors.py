@@ -82,7 +82,7 @@ def root_hint(oracle: str, roots: tuple[str, ...], hint: str) -> str:
 
 
 class DerivativeError(RuntimeError):
-    """A derivative of a loss is not that of its values; parameters and state are as they were before the call.
+    """A derivative of a loss is not that of its values; nothing has been changed by the call.
 
     Attributes:
         derivative: the derivative, in words.
@@ -94,8 +94,8 @@ class DerivativeError(RuntimeError):
         self.derivative, self.relative_error, self.operation = derivative, relative_error, operation
         cause = f"The likely cause is the operation {operation}. " if operation else ""
         super().__init__(
-            f"the {derivative} is off by {relative_error:.2g} of its norm; the parameters and the optimizer's state "
-            f"are unchanged. {cause}{remedy}. If this is intended (straight-through estimators, surrogate losses), "
+            f"the {derivative} is off by {relative_error:.2g} of its norm; nothing has been changed. "
+            f"{cause}{remedy}. If this is intended (straight-through estimators, surrogate losses), "
             "check_derivatives=False turns the check off."
         )
 

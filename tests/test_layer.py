@@ -897,3 +897,74 @@ def test_an_error_of_the_users_own_transform_is_passed_on():
     with pytest.raises(RuntimeError, match="functorch") as error:
         bo.solve(loss, torch.ones(2), torch.zeros(2))
     assert "solve" not in str(error.value)
+
+
+@pytest.mark.parametrize("proximal", [None, lambda x, z, step: 0.1 * z + 0.9 * z.detach()])
+def test_a_wrong_derivative_is_told_without_words_about_optimizers(proximal):
+    """It spoke of the optimizer's state, which a caller of solve does not have."""
+    x = torch.tensor([0.5, 0.9], requires_grad=True)
+
+    def loss(x, y):
+        return (sparse_cube(y) if proximal is None else y).sum() / 3 + (y - x).square().sum() / 2
+
+    with pytest.raises(bo.DerivativeError, match="nothing has been changed") as caught:
+        bo.solve(loss, x, torch.full_like(x, 0.3), proximal=proximal)
+    assert "optimizer" not in str(caught.value)
+    assert "parameters" not in str(caught.value)
+
+
+def test_errors_of_an_oracle_do_not_speak_of_an_optimizer():
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+
+    def overwritten():
+        with torch.no_grad():
+            y.mul_(1)
+        return (y - x).square().sum()
+
+    def differentiated():
+        loss = (y - x).square().sum()
+        loss.backward()
+        return loss
+
+    for loss, text in (
+        (lambda: torch.ones((), requires_grad=True) * 2, "depends on no parameter, upper or lower"),
+        (overwritten, "writes into lower parameter lower 0, which no loss may change"),
+        (differentiated, "seems to call backward"),
+    ):
+        with pytest.raises(ValueError, match=text) as caught:
+            bo.hypergradient.implicit(bo.Oracle([x], [y], lambda: y.sum(), loss), partial(bo.linear.cg, steps=1))
+        assert "this optimizer" not in str(caught.value)
+        assert "the optimizer" not in str(caught.value)
+
+
+RUNAWAY = {
+    "exponential": lambda x, y: (-x * y).exp().sum(),
+    "softplus": lambda x, y: torch.nn.functional.softplus(-x * y).sum(),
+    "rational": lambda x, y: (x / (1 + y.square())).sum(),
+    "shifted": lambda x, y: (1000 - x * y).exp().sum(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", RUNAWAY)
+def test_a_loss_whose_infimum_is_at_infinity_is_told(name, dtype):
+    """Its gradient gets as small as one likes, and y was returned without a word."""
+    start = torch.full((2,), 1000.0 if name == "shifted" else 1.0, dtype=dtype)
+    with pytest.warns(bo.BilevelWarning, match=r"is not solved: the gradient .* only, but Newton's method changes y"):
+        bo.solve(RUNAWAY[name], torch.ones(2, dtype=dtype), start)
+    with pytest.warns(bo.BilevelWarning, match=r"is not solved: a proximal gradient step .* only, but Newton's method"):
+        bo.solve(RUNAWAY[name], torch.ones(2, dtype=dtype), start, proximal=lambda x, z, step: z.clamp(min=0))
+
+
+def test_a_loss_without_a_minimum_in_a_solver_of_ones_own_is_told():
+    with pytest.warns(bo.BilevelWarning, match="but Newton's method changes y by 1.4 more, after 57 from the start"):
+        bo.solve(lambda x, y: (-y).exp().sum(), torch.ones(2), torch.zeros(2), minimiser=lambda loss, y: y + 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("power", [2, 4, 6])
+@pytest.mark.parametrize("begin", [0.0, 1.0, 1e3])
+def test_a_minimum_at_zero_and_a_flat_one_are_minima(begin, power, dtype):
+    """There the gradient is as small, relative to that at the start, as where y runs away."""
+    y = bo.solve(lambda x, y: y.pow(power).sum(), torch.ones(3, dtype=dtype), torch.full((3,), begin, dtype=dtype))
+    assert float(y.norm()) <= 1e-2 * max(begin, 1e-9)

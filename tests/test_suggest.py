@@ -270,7 +270,31 @@ def test_there_is_an_end(monkeypatch, looks):
     assert set(suggestion.rows) | set(suggestion.rejected) == {"AID", "F2SA"}
     if looks == 0:
         assert suggestion.rejected == dict.fromkeys(
-            ("AID", "F2SA"), "not tried: max_seconds was over; use a larger one"
+            ("AID", "F2SA"), "not measured: max_seconds was over before its first trials had ended; use a larger one"
         )
     for name in suggestion.rows:
         suggestion.make(name).step(f, g)
+
+
+@pytest.mark.parametrize("methods", [("AID", "ITD", "FirstOrder"), ("FirstOrder", "ITD", "AID")])
+@pytest.mark.parametrize("looks", [50, 150, 420])
+def test_methods_that_were_not_measured_are_not_ranked(monkeypatch, looks, methods):
+    """A trial of two steps was a row; y starts at the minimiser of f, so that the first steps have the least losses."""
+    monkeypatch.setattr(module, "BUDGETS", (200, 400, 800))
+    monkeypatch.setattr(module, "LAST", 1600)
+    x, y, f, g = penalized()
+    y.data.fill_(1.0)
+    x.data.fill_(-1.0)
+    slower = lambda: g() / 100  # noqa: E731
+    both = lambda: f() + x.sum() / 1000  # noqa: E731
+    left = iter(range(looks))
+    monkeypatch.setattr(TimeLimit, "over", property(lambda clock: next(left, None) is None))
+    suggestion = suggest([x], [y], both, slower, methods=methods)
+    assert next(left, None) is None
+    reached = [sum(row.gradients >= budget for budget in (200, 400, 800, 1600)) for row in suggestion.rows.values()]
+    assert 0 not in reached
+    assert reached == sorted(reached, reverse=True)
+    for name in {*methods} - {*suggestion.rows}:
+        assert "measured" in suggestion.rejected[name] or "upper loss smaller" in suggestion.rejected[name]
+    unmeasured = [reason for reason in suggestion.rejected.values() if reason == module.NOT_MEASURED]
+    assert not (unmeasured and "nothing was better" in str(suggestion))

@@ -47,7 +47,7 @@ MOST_STEPS = 300  # limit for raising these counts to reduce the bias
 ACCELERATED = 30.0  # condition number from which momentum pays in the lower solve
 LARGEST_BIAS = 0.5  # largest bias of a suggested method
 WORSE = 2.0  # growth of f, relative to the start's loss, above which a trial has diverged
-NOT_TRIED = "not tried: max_seconds was over; use a larger one"
+NOT_MEASURED = "not measured: max_seconds was over before its first trials had ended; use a larger one"
 SHIFT = 0.03  # relative shift of F2SA's copies of y by nu, about
 
 
@@ -246,7 +246,8 @@ def suggest(
             f"max_seconds={max_seconds:g} ended the trials early, so the order is that of shorter trials, and some "
             "rates were perhaps not tried with a margin; use a larger max_seconds"
         )
-    if rows and next(iter(rows)) == "FirstOrder":
+    best = min(rows, key=lambda name: rows[name].loss, default="")
+    if best == next(iter(rows), "") == "FirstOrder" and NOT_MEASURED not in rejected.values():
         notes.append("nothing was better than leaving the indirect term out (FirstOrder)")
     return Suggestion(
         rows=rows,
@@ -409,16 +410,27 @@ def _spread(each: Sequence[Tensor]) -> float:
 
 @dataclass
 class _Try:
-    """Settings of a method, with an update of x of some kind, and their outcome so far."""
+    """Settings of a method, with an update of x of some kind, and their outcome so far.
+
+    Attributes:
+        reach: cost of the longest trial that was not cut by the time limit; 0 if there is none.
+    """
 
     name: str
     kind: str
     settings: dict[str, Any]
     outcome: Outcome = field(default_factory=Outcome)
+    reach: int = 0
 
     @property
     def loss(self) -> float:
-        return self.outcome.final_loss
+        """Loss at the end; infinite if the trial diverged, or has not been measured at all."""
+        return self.outcome.final_loss if self.reach else math.inf
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Key by which tries are sorted: those that went further come first, because losses fall with the cost."""
+        return -self.reach, self.loss
 
     def but(self, **options: Any) -> _Try:
         """Return a new try with some settings changed."""
@@ -443,6 +455,8 @@ class _Search:
         self.start, self._most, self._scale = math.nan, math.inf, math.inf
         self._found: dict[str, SuggestionRow] = {}
         self._reasons: dict[str, str] = {}
+        self._reach: dict[str, int] = {}  # of the tries that became rows
+        self._unmeasured = set[str]()  # methods with a rate that the time limit has left without a result
         self._norms: dict[str, float] = {}  # norms of the first hypergradients
         self._finalists: list[str] = []
 
@@ -450,23 +464,26 @@ class _Search:
         """Try all methods, round after round, so that all have got equally far when the time ends."""
         fixed = self._tried(self._with_fixed_x("FirstOrder"), BUDGETS[1])
         first = self.measured.loss
-        self.start = fixed.loss if math.isfinite(fixed.loss) else first
+        self.start = fixed.outcome.final_loss if math.isfinite(fixed.outcome.final_loss) else first
         self._scale = max(abs(self.start), abs(first - self.start), 1e-12)
         self._most = max(self.start, first)
-        left = {name: self._rates(name) for name in methods}
+        all_tries = {name: self._rates(name) for name in methods}
+        left = dict(all_tries)
         for k, budget in enumerate(BUDGETS):
             for j, (name, tries) in enumerate(left.items()):
                 self._clock.stage((k + j / len(left)) / 5, (k + (j + 1) / len(left)) / 5)
                 left[name] = self._best(tries, budget)
-        found = sorted(left, key=lambda name: min((one.loss for one in left[name]), default=math.inf))
+        self._unmeasured = {name for name, tries in all_tries.items() if not all([one.reach for one in tries])}
+        found = sorted(left, key=lambda name: min((one.order for one in left[name]), default=(0, math.inf)))
         self._finalists = [*[name for name in found if name != "FirstOrder"][:FINALISTS], "FirstOrder"]
         for j, name in enumerate(found):
             self._clock.stage((3 + 2 * j / len(left)) / 5, (3 + 2 * (j + 1) / len(left)) / 5)
-            tries = left[name]
-            self._conclude(name, tries)
+            self._conclude(name, left[name])
             if name not in self._found:
-                ended = self.trials.ended and not tries
-                self._reasons.setdefault(name, NOT_TRIED if ended else "diverged with every rate that was tried")
+                unmeasured = name in self._unmeasured
+                self._reasons.setdefault(
+                    name, NOT_MEASURED if unmeasured else "diverged with every rate that was tried"
+                )
 
     def results(self, methods: Sequence[str]) -> tuple[dict[str, SuggestionRow], dict[str, str]]:
         """Return the suggested rows, the best first, and why other methods are rejected."""
@@ -475,10 +492,10 @@ class _Search:
             if row.bias is not None and row.bias > LARGEST_BIAS and name != "FirstOrder":
                 rejected[name] = f"its hypergradient is off by {row.bias:.0%} at the end of the trial"
             elif row.loss >= self.start and self.start > -math.inf:
-                best = f"no rate made the upper loss smaller ({row.loss:.4g} at best)"
-                rejected[name] = NOT_TRIED if self.trials.ended and math.isinf(row.loss) else best
+                which = "no rate that was measured before max_seconds" if name in self._unmeasured else "no rate"
+                rejected[name] = f"{which} made the upper loss smaller ({row.loss:.4g} at best)"
         rows = {name: row for name, row in self._found.items() if name not in rejected}
-        return dict(sorted(rows.items(), key=lambda pair: (pair[0] not in self._finalists, pair[1].loss))), rejected
+        return dict(sorted(rows.items(), key=lambda pair: (-self._reach[pair[0]], pair[1].loss))), rejected
 
     # ------------------------------------------------------------------------------------------------ one method
 
@@ -491,7 +508,7 @@ class _Search:
 
     def _best(self, tries: Sequence[_Try], budget: int) -> list[_Try]:
         """Return the best tries of each kind, after a round at this cost."""
-        sound = sorted(self._sound(tries, len(tries), budget), key=lambda one: one.loss)
+        sound = sorted(self._sound(tries, len(tries), budget), key=lambda one: one.order)
         kept = KEPT if budget == BUDGETS[0] else 1
         return [one for kind in RATES for one in [t for t in sound if t.kind == kind][:kept]]
 
@@ -520,7 +537,9 @@ class _Search:
 
         first = self._tried(self._with_fixed_x(name), BUDGETS[0], measure)
         if name not in self._norms:
-            self._reasons[name] = f"{first.outcome.reason}, although x was fixed" if first.outcome.reason else NOT_TRIED
+            self._reasons[name] = (
+                f"{first.outcome.reason}, although x was fixed" if first.outcome.reason else NOT_MEASURED
+            )
             return []
         if (norm := self._norms[name]) == 0:
             self._reasons[name] = "its hypergradient is zero"
@@ -548,9 +567,11 @@ class _Search:
             budget = LAST if one.name in self._finalists else BUDGETS[-1]
         make = partial(_made, one.name, self._groups, one.settings)
         outcome = self.trials.run(make, budget, after=after, stop=diverged)
-        if outcome.reason or not self.trials.ended or outcome.steps >= one.outcome.steps:
+        if not outcome.cut:
+            one.reach = budget
+        if not outcome.cut or outcome.steps >= one.outcome.steps:
             one.outcome = outcome
-        if not one.outcome.reason and one.loss > self._most + WORSE * self._scale:
+        if not one.outcome.reason and one.outcome.final_loss > self._most + WORSE * self._scale:
             one.outcome.reason = "diverged"
         return one
 
@@ -559,7 +580,7 @@ class _Search:
         sound = self._sound(tries, 8)
         if not sound:
             return
-        best = min(sound, key=lambda one: one.loss)
+        best = min(sound, key=lambda one: one.order)
         for steps in STEPS if "lower_steps" in best.settings else ():
             if steps != STEPS[1]:
                 self._clock.show(f"{name}, {steps} lower steps", 0.3)
@@ -578,7 +599,7 @@ class _Search:
             if kind == best.kind and margin is not best:
                 row = None if margin is None else self._measured_row(margin)
         if row is not None:
-            self._found[name] = replace(row, rates=rates)
+            self._found[name], self._reach[name] = replace(row, rates=rates), best.reach
 
     def _less_biased(self, best: _Try) -> tuple[_Try, SuggestionRow | None]:
         """Return settings with more steps if the bias is large, and their row."""

@@ -40,7 +40,8 @@ class Outcome:
         losses: upper losses of its steps.
         gradients: its cost.
         seconds: its duration.
-        reason: why it ended early; empty if it did not.
+        reason: why it ended early by itself; empty if it did not.
+        cut: whether the time limit ended it before its cost was reached.
         warning_texts: its warnings.
         residual: norm of the gradient of g at its end, over that with the first y; NaN with tasks.
     """
@@ -49,6 +50,7 @@ class Outcome:
     gradients: int = 0
     seconds: float = 0.0
     reason: str = ""
+    cut: bool = False
     warning_texts: list[str] = field(default_factory=list)
     residual: float = math.nan
 
@@ -132,7 +134,7 @@ class Trials:
             try:
                 while not outcome.losses or outcome.gradients < gradients * self._together(optimizer):
                     if outcome.losses and not self.until():
-                        self.ended = True
+                        self.ended = outcome.cut = True
                         break
                     loss = float(optimizer.step(f, g, tasks=self.tasks))
                     outcome.losses.append(loss)

@@ -91,9 +91,13 @@ class Gathered:
 
     FSDP does not gather parameters again before they have been dropped, so a module that keeps them would continue
     with the values of another point. They are dropped before each evaluation, and at the end of a step.
+
+    Attributes:
+        spans_ranks: whether a module that a loss has called is split over several processes.
     """
 
     def __init__(self) -> None:
+        self.spans_ranks = False
         self._modules: list[Any] = []
         self._full: dict[int, Tensor] = {}
 
@@ -114,6 +118,8 @@ class Gathered:
                     for name, parameter in part.named_parameters(recurse=False)
                     if is_sharded(parameter)
                 ]
+                meshes = [parameter.device_mesh for *_, parameter in sites[module]]  # type: ignore[attr-defined]
+                self.spans_ranks = self.spans_ranks or any(mesh.size() > 1 for mesh in meshes)
                 if not any(module is known for known in self._modules):
                     self._modules.append(module)
 

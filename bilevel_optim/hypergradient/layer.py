@@ -82,8 +82,8 @@ def solve(
         steps: largest number of iterations of L-BFGS, or of proximal gradient steps. Default: None, 200 or 2000.
         tol: largest norm of :math:`\nabla_y g`, relative to that at the start (or to :math:`\nabla^2_{yy} g\, y`, if
             that is larger); with ``proximal``, of the change of y in a proximal gradient step, relative to that at the
-            start or to y. Above it a `BilevelWarning` says that y is no minimiser. Default: None, which is the square
-            root of the rounding error of y's dtype.
+            start or to y. Above it a `BilevelWarning` says that y is no minimiser; so it does if y runs away to
+            infinity. Default: None, which is the square root of the rounding error of y's dtype.
         linear_steps: largest number of iterations of MINRES. Default: 200.
         check_derivatives: compare the derivatives of the loss, and that of ``proximal``, with differences. Default:
             True.
@@ -311,7 +311,8 @@ def _minimise(
             problem.step *= factor
             changes[factor] = float(problem.root(xs, _variables(ys, False)).detach().norm())
             problem.step /= factor
-    scale = max(first, float((ys if system.proximal else system.hessian(ys)).norm()))
+    curved = float((ys if system.proximal else system.hessian(ys)).norm())
+    scale, moved = max(first, curved), float((ys - start).norm())
     # A proximal function changes y by no more if the step is shorter, and no more than in proportion if it is longer.
     wrong = [k for k, change in changes.items() if change > max(1.0, k) * max(limit * scale, 2 * residual)]
     problem.accepted = 2 * max(limit * scale, residual)
@@ -328,13 +329,23 @@ def _minimise(
             f"{scale:.2g}, so y and its derivative are wrong. Take more steps, a minimiser of your own, or a loss with "
             "a minimum (a penalty on y)"
         )
-    elif system.proximal:
-        rounding = ROUNDING * coarsest(start) * float(ys.norm())
-        if residual > rounding and not (distance := system.distance()) <= UNSOLVED * float(ys.norm()):
+    elif not system.proximal:
+        # Small beside the gradient at the start, but not beside H y: so it is where y is 0, and where y runs away.
+        if residual > limit * curved and not (distance := system.distance()) <= UNSOLVED * moved:
+            warn(
+                f"the lower problem of solve is not solved: the gradient in y has norm {residual:.2g} only, but "
+                f"Newton's method changes y by {distance:.2g} more, after {moved:.2g} from the start, so y and its "
+                "derivative are wrong. Take a loss with a minimum (a penalty on y), a minimiser of your own, or a "
+                "smaller tol"
+            )
+    else:
+        size = float(ys.norm())
+        allowed = min(UNSOLVED * size, max(UNSOLVED * moved, limit * size))
+        if residual > ROUNDING * coarsest(start) * size and not (distance := system.distance()) <= allowed:
             warn(
                 f"the lower problem of solve is not solved: a proximal gradient step changes y by {residual:.2g} only, "
-                f"but Newton's method by {distance:.2g} of {float(ys.norm()):.2g}, so y and its derivative are wrong. "
-                "Take more steps, float64, a minimiser of your own, or a smaller tol"
+                f"but Newton's method by {distance:.2g} of {size:.2g}, {moved:.2g} from the start, so y and its "
+                "derivative are wrong. Take more steps, float64, a minimiser of your own, or a smaller tol"
             )
     return ys
 

@@ -26,7 +26,7 @@ from .lower_checks import probe
 from .method import Method
 from .options import FROM_ONE, signature_of
 from .step import CURVATURE, Start, replace
-from .transaction import SOLVER, Transaction, recalled, reference_to_gradient
+from .transaction import SOLVER, Transaction, recalled, spent_gradient
 
 Result = TypeVar("Result")
 
@@ -222,7 +222,7 @@ class BilevelOptimizer(Method):
             losses: Tensor = self._captured.run(
                 upper, lower, tasks, steps, one=partial(self.step, upper, lower, tasks=tasks)
             )
-            self._run_state.spent = reference_to_gradient(self.param_groups[0]["params"])
+            self._run_state.spent = spent_gradient(self.param_groups[0]["params"])
             return losses
         return torch.cat([self.step(upper, lower, tasks=tasks).reshape(1) for _ in range(steps)])
 

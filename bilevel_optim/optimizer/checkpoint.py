@@ -64,7 +64,9 @@ def own_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a number of another library to a Python number, which checkpoints can hold."""
+    """Convert a number of another library, or a dict of them, to Python numbers, which checkpoints can hold."""
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value

@@ -104,7 +104,7 @@ from .transaction import (
     Transaction,
     Turn,
     recalled,
-    reference_to_gradient,
+    spent_gradient,
     undo_of,
     writes_of,
 )
@@ -165,7 +165,7 @@ class Method(Options, Optimizer, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._saved_options = {name: one.attribute for name, one in cls._options.items() if one.saved and one.attribute}
+        cls._saved_options = {name: one.attribute or name for name, one in cls._options.items() if one.saved}
         cls.__signature__ = signature_of(cls)  # type: ignore[attr-defined]
         if "declared" in vars(cls):
             register(cls)
@@ -293,7 +293,7 @@ class Method(Options, Optimizer, ABC):
             finally:
                 self._begun = None
             self._run_state.written = {}
-            self._run_state.spent = reference_to_gradient(self.param_groups[0]["params"]) if update else None
+            self._run_state.spent = spent_gradient(self.param_groups[0]["params"]) if update else None
             self._watch_losses(loss, moves=update)
             if look:
                 self._watch_moves(float(loss), before)

@@ -103,12 +103,13 @@ def option(
     *,
     default: Any = REQUIRED,
     check: Callable[[str, Any], None] | None = None,
+    saved: bool = False,
     alias: str | None = None,
     settable: bool = True,
     kw_only: bool = True,
 ) -> Any:
     """Declare an argument with a check of its own, or with the base class's check."""
-    return Option(check=check, default=default, alias=alias, settable=settable)
+    return Option(check=check, default=default, saved=saved, alias=alias, settable=settable)
 
 
 def fixed(*, default: Any, init: Literal[False] = False) -> Any:

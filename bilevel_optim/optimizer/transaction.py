@@ -24,6 +24,7 @@ from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..oracle.session import COUNTERS, LossFacts, LowerTrend, Session
 from ..oracle.stacks import mapped
+from ..problem.objective import version_of
 from ..problem.random import default_state, set_default_state
 from ..problem.vector import Vector, is_sharded
 from ..solvers.lower import Memory
@@ -43,10 +44,10 @@ __all__ = [
     "make",
     "owned",
     "recalled",
-    "reference_to_gradient",
     "remember",
     "remember_solver",
     "set_gradients",
+    "spent_gradient",
     "undo_of",
     "write_rows",
     "writes_of",
@@ -307,10 +308,17 @@ def set_gradients(x: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> No
         parameter.grad = gradient
 
 
-def reference_to_gradient(x: Iterable[Tensor]) -> TensorWeakRef | None:
-    """Return a weak reference to the first ``.grad`` of x; None if there is none."""
+class Spent(NamedTuple):
+    """A ``.grad`` of x that has moved it, in a step with losses: a weak reference, and the version of its values."""
+
+    gradient: TensorWeakRef
+    version: int
+
+
+def spent_gradient(x: Iterable[Tensor]) -> Spent | None:
+    """Return the first ``.grad`` of x as one that has moved it; None if there is none."""
     grad = next((grad for t in x if (grad := t.grad) is not None), None)
-    return None if grad is None else TensorWeakRef(grad)
+    return None if grad is None else Spent(TensorWeakRef(grad), version_of(grad))
 
 
 SOLVER = "lower_optimizer."  # prefix of the lower optimizer's entries
@@ -408,7 +416,7 @@ class RunState:
         trend: trend of lower solves.
         upper_trend: trend of the upper loss.
         written: version of each upper tensor at the end of `backward`, by id.
-        spent: a reference to a ``.grad`` of x that has moved it, in a step with losses.
+        spent: a ``.grad`` of x that has moved it, in a step with losses.
         kinds: types of all parameters when the state was made.
     """
 
@@ -421,7 +429,7 @@ class RunState:
     trend: LowerTrend = field(default_factory=LowerTrend)
     upper_trend: UpperTrend = field(default_factory=UpperTrend)
     written: dict[int, int] = field(default_factory=dict)
-    spent: TensorWeakRef | None = None
+    spent: Spent | None = None
     kinds: tuple[torch.dtype, ...] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -32,6 +32,11 @@ AGAIN = (
     "step() without losses moves x once more along the hypergradient of the last step, which has moved it already. "
     "Leave out one of the two. If a trainer calls step(), use optimizer.backward(upper_loss, lower_loss) before it"
 )
+CHANGED = (
+    "step() without losses moves x once more along the .grad of the last step, which has been changed in place since. If "
+    "it still is the hypergradient (clipped, for example), it has moved x already: leave out one of the two steps. If it "
+    "is a gradient of your own, assign it (x.grad = ...) instead of writing into that of the last step"
+)
 
 
 def check_gradients(moved: Sequence[Tensor], run: RunState) -> None:
@@ -54,6 +59,6 @@ def check_gradients(moved: Sequence[Tensor], run: RunState) -> None:
 
 def warn_of_spent(moved: Sequence[Tensor], run: RunState) -> None:
     """Warn if x has moved by a ``.grad`` that had moved it in a step with losses."""
-    spent = None if run.spent is None else run.spent()
-    if spent is not None and any(t.grad is spent for t in moved):
-        warn(AGAIN)
+    spent = None if run.spent is None else run.spent.gradient()
+    if run.spent is not None and spent is not None and any(t.grad is spent for t in moved):
+        warn(AGAIN if version_of(spent) == run.spent.version else CHANGED)

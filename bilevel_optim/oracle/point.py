@@ -20,8 +20,8 @@ from .session import Session, as_scalar
 __all__ = ["Point", "afresh", "in_place", "none_to_zeros"]
 
 CALLS_BACKWARD = (
-    "the {} seems to call backward() or zero_grad(), or to return a loss whose graph has been freed, but the optimizer "
-    "itself differentiates the loss: compute it afresh on every call, and return it without either call"
+    "the {} seems to call backward() or zero_grad(), or to return a loss whose graph has been freed, but its "
+    "derivatives are taken after it returns: compute it afresh on every call, and return it without either call"
 )
 OUTSIDE = (
     "the {} uses a tensor with a graph that was computed outside it (a variable, torch.nn.utils.parametrize.cached(), "
@@ -29,7 +29,7 @@ OUTSIDE = (
 )
 REENTRANT = (
     "a loss uses reentrant checkpointing, which torch supports only in backward(), and not in torch.autograd.grad, by "
-    "which the optimizer differentiates it: pass use_reentrant=False to torch.utils.checkpoint"
+    "which it is differentiated: pass use_reentrant=False to torch.utils.checkpoint"
 )
 STRIDED = torch.strided
 
@@ -68,14 +68,14 @@ class Point:
             if self.device.type == "meta":
                 raise ValueError(
                     f"parameter {self.lower_names()[0]} is on device meta, which stores no values; give the module "
-                    "values (module.to_empty(device=...), then its weights) before you create the optimizer"
+                    "values (module.to_empty(device=...), then its weights) before you pass them"
                 )
             for tensor, name in zip((*self.x, *self.y), self.names, strict=True):
                 if tensor.device != self.device:
                     raise ValueError(
                         f"all parameters must be on one device, but parameter {name} is on {tensor.device} and "
                         f"parameter {self.lower_names()[0]} is on {self.device}; move them, or their module, to one "
-                        "device before you create the optimizer"
+                        "device before you pass them"
                     )
 
     def at(self, upper: Sequence[Tensor] | None = None, lower: Sequence[Tensor] | None = None) -> Self:
@@ -235,9 +235,9 @@ class Point:
             Vector(live[i].detach() for i in written).copy_(values[i] for i in written)
             level = "upper" if written[0] < len(self.live_x) else "lower"
             raise ValueError(
-                f"a loss writes into {level} parameter {self.names[written[0]]}, which only the optimizer may change "
-                "in a step; remove the in-place operation (nn.Embedding(max_norm=...) is one), and use "
-                "lower_projection= to constrain lower parameters"
+                f"a loss writes into {level} parameter {self.names[written[0]]}, which no loss may change; remove "
+                "the in-place operation (nn.Embedding(max_norm=...) is one). An optimizer constrains lower parameters "
+                "with lower_projection="
             )
 
     def differentiate(

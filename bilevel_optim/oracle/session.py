@@ -415,6 +415,14 @@ class Session:
         """Raise if no loss has depended on an upper parameter; warn once of each dependency that is missing."""
         self.found.writes_seen = True
         alone = self.options.ranks.alone and not self.buffers.complete and "process_group" not in self.warned
+        if alone and self.gathered.spans_ranks:
+            self.warned.add("process_group")
+            warn(
+                "a loss calls a module that fully_shard has split over processes, but the method has no process_group: "
+                "gradients of its parameters are means over the processes, but losses and all other gradients are "
+                "those of each process's own data, so that x drifts apart if the data differ; pass "
+                "process_group=torch.distributed.group.WORLD to the method"
+            )
         if alone and wraps_for_ranks(self.buffers.modules):
             self.warned.add("process_group")
             warn(
@@ -476,8 +484,8 @@ class Session:
                 "load_state_dict(assign=True)), write into the old ones instead, or create a new optimizer"
             )
         return (
-            f"the {self.called(level)} depends on no parameter of this optimizer; check that it reads the live tensors,"
-            " and that it does not detach, call .item() or run under torch.no_grad()"
+            f"the {self.called(level)} depends on no parameter, upper or lower; check that it reads the live tensors, "
+            "and that it does not detach, call .item() or run under torch.no_grad()"
         )
 
     def called(self, level: str) -> str:

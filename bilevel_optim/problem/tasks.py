@@ -93,6 +93,14 @@ class TensorTasks:
         self._last: tuple[Tensor, Tensor] | None = None  # ids, and their copy on another device
         self._rows = {level: rows for level, (_, rows) in sizes.items()}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Load a pickle, also of an earlier version, which had the attributes ``_lower`` and ``_upper``."""
+        if "_data" not in state:
+            old = {level: f"_{level}" for level in ("lower", "upper")}
+            own = {name: value for name, value in state.items() if name not in old.values()}
+            state = {**own, "_data": {level: state[name] for level, name in old.items()}}
+        vars(self).update(state, _last=None)
+
     @staticmethod
     def _sizes(name: str, data: Any) -> tuple[int, int]:
         leaves = tree_leaves(data)

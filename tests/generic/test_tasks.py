@@ -1,6 +1,8 @@
 """Many lower problems at once: what the base class does with them, and samplers that are not as they must be."""
 
+import copy
 import gc
+import pickle
 from functools import partial
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 
 import bilevel_optim as bo
 
-from ..problems import Cleaning, Tasks, close, flat, seeded, values
+from ..problems import Cleaning, Tasks, close, flat, same, seeded, values
 from ..registry import ARGUMENTS, each
 
 
@@ -370,3 +372,24 @@ def test_features_may_be_those_of_all_tasks_together(row):
         found.append(x.grad.clone())
         assert bool(features.together) == together
     close(*found, 1e-10, 1e-10)
+
+
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_pickle_of_an_earlier_version_is_loaded(one, last):
+    """It had the data of the two levels as two attributes, at first without a cache of ids; the first step failed."""
+    lower = torch.randn(4, 6, 2, generator=seeded(0)), torch.arange(24).reshape(4, 6)
+    upper = lower if one else (torch.randn(4, 3, 2, generator=seeded(1)), torch.arange(12).reshape(4, 3))
+    rows = {"lower": 6, "upper": 6 if one else 3}
+    old = bo.TensorTasks.__new__(bo.TensorTasks)
+    vars(old).update(_lower=lower, _upper=upper, _tasks=4, _rows=rows, **({"_last": None} if last else {}))
+    loaded, made = pickle.loads(pickle.dumps(old)), bo.TensorTasks(lower, None if one else upper)
+    assert vars(loaded).keys() == vars(made).keys()
+    assert (len(loaded), repr(loaded)) == (len(made), repr(made))
+    assert (loaded._data["upper"] is loaded._data["lower"]) == one
+    ids = made.sample(3, seeded(2))
+    assert torch.equal(ids, loaded.sample(3, seeded(2)))
+    for level in ("lower", "upper"):
+        for n in (None, 2):
+            drawn = [getattr(tasks, level)(ids, n, seeded(3)) for tasks in (loaded, made, copy.deepcopy(loaded))]
+            assert all(same(drawn[0], other) for other in drawn[1:])

@@ -387,3 +387,23 @@ def test_an_optimizer_is_pickled_and_saved_after_a_whole_step(verb):
     again = pickle.loads(pickle.dumps(optimizer))
     torch.testing.assert_close(again.param_groups[0]["params"][0], x)
     torch.save(optimizer, io.BytesIO())
+
+
+@pytest.mark.parametrize("way", ["copied", "clipped", "assigned"])
+def test_what_is_said_of_a_gradient_that_was_changed_after_a_whole_step_is_true(way):
+    """One that was written into .grad by copy_ was called the hypergradient of the last step."""
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2)
+    optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x).square().sum())
+    if way == "copied":
+        x.grad.copy_(torch.ones(2))
+    elif way == "clipped":
+        torch.nn.utils.clip_grad_norm_([x], 0.1)
+    else:
+        x.grad = torch.ones(2)
+    if way == "assigned":
+        optimizer.step()
+        return
+    with pytest.warns(bo.BilevelWarning, match="of the last step, which has been changed in place since") as told:
+        optimizer.step()
+    assert "along the hypergradient" not in str(told[0].message)

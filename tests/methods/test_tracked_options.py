@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 
@@ -49,3 +50,42 @@ def test_an_assigned_floor_is_checked():
     with pytest.raises(ValueError, match="Invalid floor value: -1"):
         optimizer.floor = -1
     assert optimizer.floor == 1e-3
+
+
+@pytest.mark.parametrize("beta", [0.3, {"u": numpy.float64(0.3), "v": 0.3, "V": 0.3, "H": 0.3, "w": 0.2, "d": 0.1}])
+def test_an_assigned_beta_and_floor_are_saved(beta):
+    """As with SUSTAIN and MRBO; a resumed run went on with the arguments of the constructor, without a word."""
+    runs = []
+    for resumed in (False, True):
+        x, y = torch.tensor([2.0, 1.0], requires_grad=True), torch.zeros(2, requires_grad=True)
+        generator = torch.Generator().manual_seed(0)
+
+        def step(optimizer, x=x, y=y, generator=generator):
+            noise = torch.randn(2, generator=generator)
+            optimizer.step(lambda: (y - 1 + noise).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+
+        optimizer = bo.SVRB([x], [y], lr=0.1, lower_lr=0.3)
+        step(optimizer)
+        optimizer.beta, optimizer.floor = beta, 0.5
+        step(optimizer)
+        if resumed:
+            state, optimizer = optimizer.state_dict(), bo.SVRB([x], [y], lr=0.1, lower_lr=0.3, beta=0.9, floor=0.1)
+            optimizer.load_state_dict(state)
+            assert optimizer.floor == 0.5
+        step(optimizer)
+        step(optimizer)
+        runs.append((x.detach().clone(), y.detach().clone()))
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("cls", [bo.STABLE, bo.RSVRB, bo.BSVRB])
+def test_the_same_of_the_relatives(cls):
+    def made(**options):
+        x, y = torch.zeros(2, requires_grad=True), torch.zeros(3, 2, requires_grad=True)
+        return cls([x], [y], lr=0.1, lower_lr=0.1, **options)
+
+    optimizer, other = made(), made(beta=0.2, floor=0.2)
+    optimizer.beta, optimizer.floor = 0.4, 0.5
+    other.load_state_dict(optimizer.state_dict())
+    assert other._weights == optimizer._weights
+    assert other.floor == 0.5

@@ -6,6 +6,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import bilevel_optim as bo
+
 from ..problems import flat, same, values
 from ..registry import ROWS
 from ..tools.test_torch import CALLS, TOOLED
@@ -25,14 +27,14 @@ REFUSED = {
 }
 
 
-def build(kind, name, rank=None, world=1, keep=None):
+def build(kind, name, rank=None, world=1, keep=None, grouped=True):
     """The body precedes the wrapped module; the loss has a penalty on the wrapped parameters outside of it."""
     row = next(row for row in ROWS if row.name == name)
     torch.manual_seed(0)
     problem = row.cleaning(n=24, part=None if rank is None else (rank, world))
     options = {"nu": 1.0} if name == "F2SA" else {}
     if rank is not None:
-        options["process_group"] = dist.group.WORLD
+        options |= {"process_group": dist.group.WORLD} if grouped else {}
         if kind == "FSDP2":
             fully_shard(problem.head)
             problem.head.set_reshard_after_backward(not (name in KEPT if keep is None else keep))
@@ -74,3 +76,18 @@ def test_wrapped_modules(world, cells, tmp_path):
         for rank in range(world):
             got = torch.tensor(results[rank][cell])
             torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10, msg=lambda m, c=cell: f"{c}: {m}")
+
+
+def warned_of_shards(rank, world):
+    """FSDP2 averages the gradients of its own parameters; the losses and x are each rank's own."""
+    for name in ("AID", "F2SA"):
+        problem, optimizer = build("FSDP2", name, rank, world, grouped=False)
+        with pytest.warns(bo.BilevelWarning, match=r"fully_shard.* no process_group.* pass process_group="):
+            problem.run(optimizer)
+        problem.run(optimizer)  # once
+    return problem.x[0].detach().tolist()
+
+
+def test_a_sharded_module_without_a_process_group_is_warned_of(tmp_path):
+    results = together(2, tmp_path, warned_of_shards, 2)
+    assert results[0] != results[1]
