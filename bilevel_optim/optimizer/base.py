@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
+from ..errors import warn
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
@@ -483,8 +484,8 @@ class BilevelOptimizer(Method):
         """Load a result of :meth:`state_dict` into an optimizer made with the same arguments."""
         own, state_dict = checkpoint.unpacked(state_dict, self.param_groups[0]["params"][0].device)
         checkpoint.require_loadable(
-            own, state_dict, type(self).__name__, self._variant_of_state, [*self._saved_options], self.param_groups,
-            self.generator,
+            own, state_dict, type(self).__name__, self._variant_of_state, self._saved_options.keys(),
+            self.param_groups, self.generator,
         )  # fmt: skip
         checkpoint.load_exactly(self, super().load_state_dict, state_dict, self._place_of)
         self.param_groups[0][OWN], self._placeholders = b"", False
@@ -493,8 +494,15 @@ class BilevelOptimizer(Method):
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
         self.numbers = own["numbers"]
-        for name, attribute in self._saved_options.items():
-            setattr(self, attribute, own["options"][name])
+        missing = [name for name in self._saved_options if name not in own["options"]]
+        if missing:
+            warn(
+                f"the state dict does not hold {' and '.join(missing)}, because it was saved by an earlier version: "
+                "the values of this optimizer stay"
+            )
+        for name, value in own["options"].items():
+            if name in self._saved_options:
+                setattr(self, self._saved_options[name], value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None or to zero, the same as in torch."""

@@ -10,6 +10,7 @@ import io
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from numbers import Integral, Real
 from typing import Any
 
@@ -52,6 +53,7 @@ NEEDED = (
     "method", "variant", "shapes", "steps_done", "oracle_counts", "fallback", "generator", "last_loss", "numbers",
     "options",
 )  # fmt: skip
+LATER = {"beta", "floor"}  # options that some methods have not saved in earlier versions
 SAVED = "load the output of state_dict() of the same method"
 INTACT = "load the unchanged output of state_dict(), or an earlier checkpoint"
 # Entries of torch's optimizers that are shaped like the parameter or like stacked copies of it.
@@ -193,7 +195,7 @@ def require_loadable(
     state: Mapping[str, Any],
     method: str,
     variant: Mapping[str, Any],
-    options: Sequence[str],
+    options: AbstractSet[str],
     groups: Sequence[Mapping[str, Any]],
     generator: torch.Generator | None,
 ) -> None:
@@ -209,7 +211,7 @@ def require_loadable(
         generator: generator of the optimizer.
     """
     missing = [name for name in NEEDED if name not in own]
-    missing += [f"options[{name!r}]" for name in options if name not in (own.get("options") or {})]
+    missing += [f"options[{name!r}]" for name in options - LATER if name not in (own.get("options") or {})]
     if missing:
         raise ValueError(f"the state dict is incomplete: it lacks {', '.join(missing)}; {SAVED}")
     if own["method"] != method:

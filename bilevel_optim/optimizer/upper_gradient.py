@@ -33,9 +33,9 @@ AGAIN = (
     "Leave out one of the two. If a trainer calls step(), use optimizer.backward(upper_loss, lower_loss) before it"
 )
 CHANGED = (
-    "step() without losses moves x once more along the .grad of the last step, which has been changed in place since. If "
-    "it still is the hypergradient (clipped, for example), it has moved x already: leave out one of the two steps. If it "
-    "is a gradient of your own, assign it (x.grad = ...) instead of writing into that of the last step"
+    "step() without losses moves x once more along the .grad of the last step, which has been changed in place since. "
+    "If it still is the hypergradient (clipped, for example), it has moved x already: leave out one of the two steps. "
+    "If it is a gradient of your own, assign it (x.grad = ...) instead of writing into that of the last step"
 )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy
 import pytest
 import torch
 
 import bilevel_optim as bo
+from bilevel_optim.optimizer.checkpoint import OWN
 
 
 def _end(cls, name, values, compiled=False):
@@ -76,6 +79,20 @@ def test_an_assigned_beta_and_floor_are_saved(beta):
         step(optimizer)
         runs.append((x.detach().clone(), y.detach().clone()))
     assert all(map(torch.equal, *runs))
+
+
+def test_a_state_dict_without_them_keeps_those_of_the_constructor():
+    x, y = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.SVRB([x], [y], lr=0.1, lower_lr=0.3, beta=0.2, floor=0.5)
+    state = bo.SVRB([x], [y], lr=0.1, lower_lr=0.3).state_dict()
+    own = torch.load(io.BytesIO(state["param_groups"][0][OWN]), weights_only=True)
+    own["options"] = {}
+    written = io.BytesIO()
+    torch.save(own, written)
+    state["param_groups"][0][OWN] = written.getvalue()
+    with pytest.warns(bo.BilevelWarning, match="does not hold beta and floor"):
+        optimizer.load_state_dict(state)
+    assert ({*optimizer.beta.values()}, optimizer.floor) == ({0.2}, 0.5)
 
 
 @pytest.mark.parametrize("cls", [bo.STABLE, bo.RSVRB, bo.BSVRB])
