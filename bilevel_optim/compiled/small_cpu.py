@@ -1,19 +1,18 @@
-"""Inductor's code for a small graph on a CPU, with intermediate results that keep their memory.
+"""Inductor's code for a small graph on a CPU, as a list of calls whose intermediate results keep their memory.
 
 A small step is one kernel with a hundred and more intermediate results of a few numbers. Allocating them one by one at
-every call takes several times as long as the kernel. So the allocations are taken out of Inductor's generated Python,
-whose form depends on the version of torch. Code of another form runs as Inductor has compiled it.
+every call takes several times as long as the kernel. So the calls that Inductor's generated Python makes are recorded
+once, and made again without the allocations. Code of an unknown form runs as Inductor has compiled it.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import CodeType, FunctionType
+from collections.abc import Callable, Container, Sequence
+from operator import getitem, itemgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,11 +23,12 @@ __all__ = ["Function", "SmallProgram", "is_understood", "small_program", "storag
 FIRST, LAST = (2, 11), (2, 15)  # versions of torch whose generated code is known
 
 BYTES = 2**22  # most memory that is kept for a function
-ENTRIES = 2**14  # most entries of an intermediate result whose memory is kept
+ENTRIES = 2**14  # most entries of an intermediate result
 ALLOCATION, VIEW = "empty_strided_cpu", "reinterpret_tensor"
 CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
+PLAIN = (bool, int, float, str, tuple, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
-Function = Callable[[list[Any]], Sequence[Any]]  # of a list of arguments, which it empties
+Function = Callable[[list[Any]], Sequence[Any]]  # of a list of arguments, which it may empty
 
 
 def is_understood() -> bool:
@@ -38,121 +38,175 @@ def is_understood() -> bool:
 
 
 class SmallProgram:
-    """Straight-line code whose small intermediate results keep their memory, so two threads may not call it at once.
+    """Recorded calls as a function. Two threads may not call it at once.
 
     Args:
-        text: the code.
-        space: its globals.
-        small: name -> tensor that the code allocates under it.
-        returned: name of such a tensor -> positions of the results in its memory.
+        calls: the calls.
+        results: the results.
 
     Attributes:
-        call: the function. Its results are new tensors.
+        call: the function. Its results are new tensors; all other memory is used again by every call.
     """
 
-    def __init__(
-        self, text: ast.FunctionDef, space: dict[str, Any], small: dict[str, Tensor], returned: dict[str, set[int]]
-    ) -> None:
-        self._text, self._space, self._small, self._returned = text, space, small, returned
-        self._kept = {name: t for name, t in small.items() if name not in returned}
-        self.call = self._without_allocations(self._kept)
+    def __init__(self, calls: _Calls, results: Sequence[Any]) -> None:
+        self._calls, self._results = calls, [calls.entry(t) for t in results]
+        owners = {storage_of(t): slot for slot, t in calls.allocated.items()}
+        self._returned: dict[int, set[int]] = {}  # entry of an allocated tensor -> positions of results in its memory
+        for k, t in enumerate(results):
+            if storage_of(t) in owners:
+                self._returned.setdefault(owners[storage_of(t)], set()).add(k)
+        self.call = self.reusing({*range(len(results))})
 
     def reusing(self, new: set[int]) -> Function:
-        """Return the same function with small results that keep their memory too, except those at the positions."""
-        more = {name: self._small[name] for name, places in self._returned.items() if places.isdisjoint(new)}
-        own = {name: t.new_empty_strided(t.shape, t.stride()) for name, t in more.items()}
-        return self._without_allocations(self._kept | own)
-
-    def _without_allocations(self, kept: Mapping[str, Tensor]) -> Function:
-        """Return the code as a function in which these tensors are default values of arguments."""
-        views = _Views(kept, self._space[VIEW])
-        body = [
-            views.visit(copy.deepcopy(own)) for own in self._text.body if not (_allocated(own) in kept or _checks(own))
-        ]
-        kept = {**kept, **views.found}
-        names = [self._text.args.args[-1], *map(ast.arg, kept)]
-        arguments = ast.arguments([], names, None, [], [], None, [ast.Constant(None)] * len(kept))
-        function = ast.FunctionDef(self._text.name, arguments, body, [], None)
-        module = compile(ast.fix_missing_locations(ast.Module([function], [])), f"<{self._text.name}>", "exec")
-        (code,) = (own for own in module.co_consts if isinstance(own, CodeType))
-        return FunctionType(code, self._space, self._text.name, tuple(kept.values()))
+        """Return the same function, whose small results keep memory of their own too, except those at the positions."""
+        returned = self._returned.items()
+        new_memory = {slot for slot, places in returned if not places.isdisjoint(new)}
+        return self._calls.function(self._results, new_memory, self._returned.keys() - new_memory)
 
 
-class _Views(ast.NodeTransformer):
-    """Replaces views of tensors that keep their memory by names of their own.
+class _Unknown(Exception):
+    """The code has an unknown form."""
+
+
+class _Calls:
+    """Calls on the entries of a list, as they are made for example arguments.
 
     Args:
-        kept: name -> tensor.
-        view: the function that makes a view.
+        given: the arguments, which are the first entries.
+        allocate, view: functions that allocate a tensor, and make a view of one.
 
     Attributes:
-        found: name -> view.
+        allocated: entry -> tensor that was allocated.
     """
 
-    def __init__(self, kept: Mapping[str, Tensor], view: Callable[..., Tensor]) -> None:
-        self._known, self._view = dict(kept), view
-        self.found: dict[str, Tensor] = {}
+    def __init__(self, given: Sequence[Tensor], allocate: Callable[..., Tensor], view: Callable[..., Tensor]) -> None:
+        self._entries: list[Any] = [*given]  # as long as they live, no other object has their ids
+        self._at = {id(t): k for k, t in enumerate(given)}
+        self._given, self._allocate, self._view = len(given), allocate, view
+        self._fixed = set[int]()  # entries known before the calls
+        self._made: list[tuple[Any, tuple[int, ...], int]] = []  # function, its operands, and its result
+        self._left = BYTES
+        self.allocated: dict[int, Tensor] = {}
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        value, target = node.value, node.targets[0]
-        if isinstance(value, ast.Name) and isinstance(target, ast.Name) and value.id in self._known:
-            self._known[target.id] = self._known[value.id]
-        return self.generic_visit(node)
+    def noted(self, value: Any) -> Any:
+        """Return a value whose calls are recorded, and those of its attributes; a tensor is a constant."""
+        if isinstance(value, Tensor):
+            self._fixed.add(self._new(value))
+        return value if isinstance(value, (Tensor, *PLAIN)) else _Noted(self, value)
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        first = node.args[0] if node.args else None
-        if _called(node) != VIEW or not isinstance(first, ast.Name) or first.id not in self._known:
-            return self.generic_visit(node)
-        name = f"{first.id}_{len(self.found)}"
-        self.found[name] = self._view(self._known[first.id], *map(ast.literal_eval, node.args[1:]))
-        return ast.Name(name, ast.Load())
+    def made(self, function: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+        """Make a call, and record it."""
+        operands = tuple([self.entry(value) for value in (*arguments, *named.values())])
+        result = function(*arguments, **named)
+        if function is self._allocate:
+            self._left -= result.untyped_storage().nbytes()
+            if not result.numel() or result.numel() > ENTRIES or self._left < 0:
+                raise _Unknown
+            self.allocated[self._new(result)] = result
+            return result
+        self._record(_with_names(function, [*named]) if named else function, operands, result)
+        if isinstance(result, (tuple, list)):
+            for k, part in enumerate(result):
+                self._record(getitem, (self.entry(result), self.entry(k)), part)
+        return result
+
+    def entry(self, value: Any) -> int:
+        """Return the entry that holds an operand."""
+        if id(value) in self._at:
+            return self._at[id(value)]
+        if isinstance(value, (tuple, list)) and any(isinstance(part, Tensor) for part in value):
+            operands = tuple(map(self.entry, value))
+            return self._record(_tuple if isinstance(value, tuple) else _list, operands, value)
+        if isinstance(value, (Tensor, _Noted)):
+            raise _Unknown
+        slot = self._new(value)
+        self._fixed.add(slot)
+        return slot
+
+    def _record(self, function: Any, operands: tuple[int, ...], result: Any) -> int:
+        slot = self._new(result)
+        self._made.append((function, operands, slot))
+        return slot
+
+    def _new(self, value: Any) -> int:
+        self._entries.append(value)
+        if not isinstance(value, PLAIN) or (isinstance(value, tuple) and value):
+            self._at[id(value)] = len(self._entries) - 1
+        return len(self._entries) - 1
+
+    def function(self, results: Sequence[int], new: Container[int], own: Container[int]) -> Function:
+        """Return the calls as a function; allocated results are ``new`` tensors, or keep memory of their own."""
+        entries, fixed, given = list[Any](), {*self._fixed}, self._given
+        for slot, value in enumerate(self._entries):
+            entries.append(value if slot in fixed else None)
+            if slot in self.allocated and slot not in new:
+                t = self.allocated[slot]
+                entries[slot] = t.new_empty_strided(t.shape, t.stride()) if slot in own else t
+                fixed.add(slot)
+        allocated = [(slot, (tuple(t.shape), t.stride(), t.dtype)) for slot, t in self.allocated.items() if slot in new]
+        calls = []  # a function, its first operands, a picker of the next ones, the last ones, and its result
+        for function, operands, slot in self._made:
+            if function is self._view and fixed.issuperset(operands):
+                entries[slot] = function(*[entries[i] for i in operands])
+                fixed.add(slot)
+            else:
+                at = [k for k, i in enumerate(operands) if i not in fixed] or [0]
+                begin, end = operands[: at[0]], operands[at[-1] + 1 :]
+                known = [tuple([entries[i] for i in some]) for some in (begin, end)]
+                calls.append((function, known[0], _picked(operands[at[0] : at[-1] + 1]), known[1], slot))
+        picked, allocate = _picked(results), self._allocate
+
+        def call(arguments: list[Any]) -> tuple[Any, ...]:
+            values = entries.copy()
+            values[:given] = arguments
+            for slot, form in allocated:
+                values[slot] = allocate(*form)
+            for function, begin, pick, end, slot in calls:
+                values[slot] = function(*begin, *pick(values), *end)
+            return picked(values)
+
+        return call
+
+
+class _Noted:
+    """A value whose calls are recorded, and those of its attributes."""
+
+    def __init__(self, calls: _Calls, value: Any) -> None:
+        self._calls, self._value = calls, value
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._calls.made(self._value, arguments, named)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._calls.noted(getattr(self._value, name))
 
 
 def small_program(call: Function, example: Sequence[Any]) -> SmallProgram | None:
-    """Return the function without the allocations of small intermediate results.
+    """Return the function without allocations of intermediate results.
 
-    None if its form is unknown, or if it gives other numbers then.
+    None if its form is unknown, a result is large, or the numbers are others then.
 
     Args:
         call: the Python code that Inductor has generated around its kernels.
         example: example arguments.
     """
     function: Any = getattr(call, "__func__", call)
-    if ALLOCATION not in getattr(function, "__globals__", {}) or (text := _text(function)) is None:
+    space = getattr(function, "__globals__", {})
+    if not {ALLOCATION, VIEW} <= space.keys():
         return None
-    space, allocated, parts = function.__globals__, list[Tensor | None](), dict[str, list[Any]]()
-    left = BYTES
-
-    def allocate(*form: Any) -> Any:
-        nonlocal left
-        t = space[ALLOCATION](*form)
-        size = t.untyped_storage().nbytes()
-        keeps = 0 < size <= left and t.numel() <= ENTRIES
-        allocated.append(t if keeps else None)
-        left -= size if keeps else 0
-        return t
-
-    def called(name: str, arguments: list[Any]) -> Any:
-        parts.setdefault(name, [*arguments])
-        return space[name](arguments)
-
-    own = {**space, ALLOCATION: allocate}
-    file = function.__code__.co_filename
-    for name, part in space.items():
-        if isinstance(part, FunctionType) and part.__code__.co_filename == file:
-            own[name] = partial(called, name)
-    results = SmallProgram(text, own, {}, {}).call([*example])
-    names = [name for statement in text.body if (name := _allocated(statement)) is not None]
-    if len({*names}) < len(names) or len(names) != len(allocated) or not all(isinstance(t, Tensor) for t in results):
+    given = [t.detach() for t in example]  # a tensor may be there twice
+    calls = _Calls(given, space[ALLOCATION], space[VIEW])
+    own = {name: calls.noted(value) for name, value in space.items()} | dict.fromkeys(CHECKS, _nothing)
+    try:
+        _require_straight(function, space)
+        for name, part in space.items():
+            if isinstance(part, FunctionType) and part.__code__.co_filename == function.__code__.co_filename:
+                own[name] = FunctionType(part.__code__, own)
+        results = FunctionType(function.__code__, own)(*[None] * (function.__code__.co_argcount - 1), [*given])
+        program = SmallProgram(calls, results)
+    except _Unknown:
         return None
-    small = {name: t for name, t in zip(names, allocated, strict=True) if t is not None}
-    owners, returned = {storage_of(t): name for name, t in small.items()}, dict[str, set[int]]()
-    for k, t in enumerate(results):
-        if storage_of(t) in owners:
-            returned.setdefault(owners[storage_of(t)], set()).add(k)
-    found = {name: small_program(space[name], arguments) for name, arguments in parts.items()}
-    program = SmallProgram(text, space | {name: own.call for name, own in found.items() if own}, small, returned)
-    right, first, second = (own([*example]) for own in (call, program.call, program.call))
+    right, first, second = call([*example]), program.call([*example]), program.call([*example])
     return program if _are_identical(right, first, example) and _are_identical(first, second, example) else None
 
 
@@ -171,35 +225,51 @@ def _are_identical(outputs: Sequence[Any], others: Sequence[Any], values: Sequen
     return forms[0] == forms[1] and first == second and apart and same
 
 
-def _text(function: Any) -> ast.FunctionDef | None:
-    """Return the definition of a function; None if it cannot be read, or branches or loops."""
+def _require_straight(function: Any, space: dict[str, Any]) -> None:
+    """Raise if code branches, loops, or makes a number of a tensor, which later calls would not make again."""
     try:
-        (found,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        (text,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, SyntaxError, TypeError, ValueError):
-        return None
-    straight = (ast.Assign, ast.Expr, ast.Delete, ast.Return)
-    if not isinstance(found, ast.FunctionDef) or not all(isinstance(statement, straight) for statement in found.body):
-        return None
-    names = [name.id for part in found.body for name in ast.walk(part) if isinstance(name, ast.Name)]
-    return None if "self" in names else found
+        raise _Unknown from None
+    if not isinstance(text, ast.FunctionDef):
+        raise _Unknown
+    if not all(isinstance(statement, (ast.Assign, ast.Expr, ast.Delete, ast.Return)) for statement in text.body):
+        raise _Unknown
+    for node in [node for statement in text.body for node in ast.walk(statement)]:
+        part = space.get(node.id) if isinstance(node, ast.Name) else None
+        if isinstance(part, FunctionType) and part.__code__.co_filename == function.__code__.co_filename:
+            _require_straight(part, space)
+        base: ast.AST = node.func if isinstance(node, ast.Call) else node
+        if base is not node or isinstance(base, ast.Attribute):
+            while isinstance(base, ast.Attribute) and base.attr != "clear":
+                base = base.value
+            if not (isinstance(base, ast.Attribute) or (isinstance(base, ast.Name) and base.id in space)):
+                raise _Unknown
 
 
-def _allocated(statement: ast.stmt) -> str | None:
-    """Return the name under which a statement allocates a tensor; None for another statement."""
-    if not isinstance(statement, ast.Assign) or _called(statement.value) != ALLOCATION:
-        return None
-    target = statement.targets[0]
-    return target.id if isinstance(target, ast.Name) else None
+def _with_names(function: Any, names: list[Any]) -> Callable[..., Any]:
+    """Return a function of positional arguments that passes the last ones by these names."""
+    k = len(names)
+    return lambda *values: function(*values[:-k], **dict(zip(names, values[-k:], strict=True)))
 
 
-def _checks(statement: ast.stmt) -> bool:
-    """Return True for a check of the form of arguments, which a step has checked."""
-    return isinstance(statement, ast.Expr) and _called(statement.value) in CHECKS
+def _nothing(*arguments: Any) -> None:
+    return None
 
 
-def _called(value: ast.expr) -> str | None:
-    """Return the name of the called function."""
-    return value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else None
+def _tuple(*values: Any) -> tuple[Any, ...]:
+    return values
+
+
+def _list(*values: Any) -> list[Any]:
+    return [*values]
+
+
+def _picked(numbers: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """Return a function that picks these entries of a list, as a tuple."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return lambda entries: tuple([entries[i] for i in numbers])
 
 
 def storage_of(t: Tensor) -> int:

@@ -1,8 +1,6 @@
 """Parts of a step's graph that repeat, folded to calls of one subgraph."""
 
-import importlib.util
 import operator
-import weakref
 
 import pytest
 import torch
@@ -220,75 +218,6 @@ def test_inductor_compiles_parts_once(monkeypatch):
     assert made
     assert all(made)
     torch.testing.assert_close(own, right, rtol=1e-10, atol=1e-12)
-
-
-PART = """
-def part(args):
-    part_arg0_1, part_arg1_1 = args
-    args.clear()
-    part_buf0 = empty_strided_cpu((200, 200), (200, 1), float32)
-    multiply(reinterpret_tensor(part_arg0_1, (200, 200), (1, 200), 0), part_arg1_1, part_buf0)
-    part_buf1 = empty_strided_cpu((200, 200), (200, 1), float32)
-    multiply(part_buf0, part_arg1_1, part_buf1)
-    part_buf2 = empty_strided_cpu((200, 200), (200, 1), float32)
-    multiply(part_buf1, part_arg1_1, part_buf2)
-    del part_arg0_1
-    del part_arg1_1
-    return (part_buf1, part_buf2, )
-
-def call(args):
-    arg0_1, = args
-    args.clear()
-    buf0 = empty_strided_cpu((200, 200), (200, 1), float32)
-    multiply(arg0_1, reinterpret_tensor(arg0_1, (200, 200), (1, 200), 0), buf0)
-"""
-CALL = """
-    part_args = [buf{0}, arg0_1]
-    del buf{0}
-    results{1} = part(part_args)
-    buf{1} = results{1}[1]
-    del results{1}
-"""
-
-
-def test_small_programs_hold_only_what_is_still_needed(tmp_path):
-    """In code as Inductor writes it: parts, whose ends free what they do not return, and views without a name."""
-    calls = 8
-    file = tmp_path / "generated.py"
-    file.write_text(PART + "".join(CALL.format(k, k + 1) for k in range(calls)) + f"    return (buf{calls}, )\n")
-    specification = importlib.util.spec_from_file_location("generated", file)
-    module = importlib.util.module_from_spec(specification)
-    held, counts = weakref.WeakSet(), []
-
-    def allocate(size, stride, dtype):
-        t = torch.empty_strided(size, stride, dtype=dtype)
-        held.add(t)
-        return t
-
-    def view(t, size, stride, offset):
-        found = t.as_strided(size, stride, offset)
-        found.base = t
-        return found
-
-    def multiply(a, b, out):
-        counts.append(len(held))
-        torch.mul(a, b, out=out)
-
-    own = {"empty_strided_cpu": allocate, "reinterpret_tensor": view, "multiply": multiply, "float32": torch.float32}
-    vars(module).update(own)
-    specification.loader.exec_module(module)
-    arguments = [torch.rand(200, 200, generator=torch.Generator().manual_seed(0))]
-    found = small_program(module.call, arguments).call
-    (right,) = module.call([*arguments])
-    most = []
-    for function in (module.call, found):
-        counts.clear()
-        (own,) = function([*arguments])
-        assert torch.equal(own, right)
-        most.append(max(counts))
-        del own
-    assert len(counts) == 1 + 3 * calls
-    assert most[1] == most[0]
 
 
 def trained(kind, options, compiled):
