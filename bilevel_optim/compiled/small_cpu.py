@@ -154,16 +154,16 @@ class _Calls:
                 begin, end = operands[: at[0]], operands[at[-1] + 1 :]
                 known = [tuple([entries[i] for i in some]) for some in (begin, end)]
                 calls.append((function, known[0], _picked(operands[at[0] : at[-1] + 1]), known[1], slot))
-        picked, allocate = _picked(results), self._allocate
+        picked, allocate, rest = _picked(results), self._allocate, entries[given:]
+        always = picked(entries) if fixed.issuperset(results) else None
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
-            values = entries.copy()
-            values[:given] = arguments
+            values = [*arguments, *rest]
             for slot, form in allocated:
                 values[slot] = allocate(*form)
             for function, begin, pick, end, slot in calls:
                 values[slot] = function(*begin, *pick(values), *end)
-            return picked(values)
+            return picked(values) if always is None else always
 
         return call
 
