@@ -285,15 +285,13 @@ def draw_many(
         objective = sources.objectives[level]
         if objective.data is not None and not isinstance(objective, FiniteSum):
             found[level] = taken_by(objective, [only for own, only in order if own == level], numbers, count), ()
-    if together:
-        (_, first), _ = sums
-        of_sums = [level for level in levels if level in dict(sums)]
-        rows = first.indices(count * len(of_sums)).cpu().reshape(count, len(of_sums))
-        drawn = {level: rows[:, [k for k, o in enumerate(of_sums) if o == level]].reshape(-1) for level, _ in sums}
-    else:
-        drawn = {level: own.indices(count * levels.count(level)).cpu() for level, own in sums}
-    for level, objective in sums:
-        found[level] = objective.batches(drawn[level].tolist()), drawn[level].unbind()
+    for some in [sums] if together else [[own] for own in sums]:
+        order_of = [level for level in levels if level in dict(some)]
+        indices = some[0][1].indices(count * len(order_of)).cpu()
+        tensors, plain = indices.unbind(), indices.tolist()
+        for level, objective in some:
+            at = [k for k, other in enumerate(order_of * count) if other == level]
+            found[level] = objective.batches([plain[k] for k in at]), [tensors[k] for k in at]
     return found, [values.unbind() for values in random.values()]
 
 

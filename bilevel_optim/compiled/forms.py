@@ -121,7 +121,7 @@ def structure_of(value: Any, tensors: list[Tensor]) -> Any:
                 tensors.append(part)
                 found.append(Tensor)
             else:
-                found.append(structure_of(part, tensors))
+                found.append(type(None) if part is None else structure_of(part, tensors))
         return found
     if kind is dict:
         return [(name, structure_of(part, tensors)) for name, part in value.items()]
