@@ -55,6 +55,7 @@ class SmallProgram:
         for k, t in enumerate(results):
             if storage_of(t) in owners:
                 self._returned.setdefault(owners[storage_of(t)], set()).add(k)
+        calls.forget_example()
         self.call = self.reusing({*range(len(results))})
 
     def reusing(self, new: set[int]) -> Function:
@@ -134,13 +135,16 @@ class _Calls:
             self._at[id(value)] = len(self._entries) - 1
         return len(self._entries) - 1
 
+    def forget_example(self) -> None:
+        """Let the example arguments go, and all that was computed from them."""
+        self._at.clear()
+        self._entries = [value if slot in self._fixed else None for slot, value in enumerate(self._entries)]
+
     def function(self, results: Sequence[int], new: Container[int], own: Container[int]) -> Function:
         """Return the calls as a function; allocated results are ``new`` tensors, or keep memory of their own."""
-        entries, fixed, given = list[Any](), {*self._fixed}, self._given
-        for slot, value in enumerate(self._entries):
-            entries.append(value if slot in fixed else None)
-            if slot in self.allocated and slot not in new:
-                t = self.allocated[slot]
+        entries, fixed, given = [*self._entries], {*self._fixed}, self._given
+        for slot, t in self.allocated.items():
+            if slot not in new:
                 entries[slot] = t.new_empty_strided(t.shape, t.stride()) if slot in own else t
                 fixed.add(slot)
         allocated = [(slot, (tuple(t.shape), t.stride(), t.dtype)) for slot, t in self.allocated.items() if slot in new]

@@ -1,7 +1,9 @@
 """Inductor's code for small graphs on a CPU, as a list of recorded calls."""
 
 import importlib.util
+import weakref
 
+import numpy
 import pytest
 import torch
 
@@ -89,6 +91,20 @@ def test_calls_are_those_of_the_code_for_other_arguments_too(tmp_path):
         assert len(allocated) == expected + 1  # the memory of the results alone is new
         assert all(map(torch.equal, found, right))
         assert found[0].data_ptr() == found[1].data_ptr()
+
+
+def test_the_example_is_let_go(tmp_path):
+    class Array(numpy.ndarray):
+        """An array, to which there are weak references."""
+
+    call, allocated = generated(tmp_path)
+    array = matrices(0)[0].numpy().view(Array)
+    memory, example = weakref.ref(array), [torch.from_numpy(array), matrices(0)[1]]
+    program = small_program(call, example)
+    assert program is not None
+    del array, example
+    allocated.clear()
+    assert memory() is None
 
 
 def test_results_keep_memory_except_those_that_shall_not(tmp_path):
