@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import chain, cycle
+from itertools import chain, cycle, takewhile
 from operator import itemgetter
 from typing import Any
 
@@ -81,6 +82,14 @@ class Chain:
         """Return True if a loss may read the memory of a live tensor by itself: it changes when a step is written."""
         moving, others = {*map(storage_of, live)}, arguments[: self._first]
         return any(t.layout is not torch.strided or storage_of(t) in moving for t in others)
+
+    def apart(self, data: list[list[Tensor]], live: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the steps' data up to the first in the memory of a live tensor, which a step before it changes."""
+        places, moving = sorted({*map(Tensor.data_ptr, chain.from_iterable(data))}), set[int]()
+        for t in live:
+            start, size = storage_of(t), t.untyped_storage().nbytes()
+            moving.update(places[bisect_left(places, start) : bisect_left(places, start + size)])
+        return [*takewhile(lambda own: moving.isdisjoint(map(Tensor.data_ptr, own)), data)] if moving else data
 
     def rows(
         self,

@@ -182,11 +182,13 @@ class CompiledRuns(CompiledSteps):
 
     def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> list[list[Tensor]]:
         """Draw the tensors that ``count`` steps take from samples, up to the first step of another form."""
+        pure = entry.pure
+        live = [*pure.live_x, *pure.live_y, *pure.buffers]
         if entry.draw_all is None and entry.draws is not None:
             ranges, generator = self.optimizer._random_inputs(), self.optimizer.generator
             found = draw_many(entry.draws, sources, count, ranges, generator)
             if found is not None:
-                return chain.rows(*found, count)
+                return chain.apart(chain.rows(*found, count), live)
         data: list[list[Tensor]] = []
         while len(data) < count:
             more = self.drawn(entry, sources)
@@ -195,7 +197,7 @@ class CompiledRuns(CompiledSteps):
             if own is None:
                 break
             data.append(own)
-        return data
+        return chain.apart(data, live)
 
 
 class Part(NamedTuple):

@@ -171,9 +171,10 @@ class Point:
             loss = self.call(sample, graph=graph)
         else:
             loss = self._called(sample, graph, features)
-        if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex():
-            return loss
-        return as_scalar(loss, session.called(level))
+        if not (isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex()):
+            loss = as_scalar(loss, session.called(level))
+        # A parameter or an entry of one, whose memory will hold other values, is copied.
+        return loss.clone() if loss.is_leaf or loss._is_view() else loss
 
     def _called(self, sample: Sample, graph: bool, features: Any) -> Any:
         """Return what the loss returns, with the features of the sample."""

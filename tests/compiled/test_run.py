@@ -660,3 +660,18 @@ def test_sparse_batches_are_taken_one_by_one():
         assert "compile_fallback" not in optimizer.diagnostics
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("cls", [bo.SOBA, bo.AID])
+def test_batches_in_the_memory_of_y_follow_it(cls):
+    """A batch that a later step of a run draws has the values that y has then."""
+    found = []
+    for compiled in (False, True):
+        optimizer, (_, lower), x, y = problem(cls, BATCHES, BATCHES, compiled=compiled)
+        anchors = [*[batch[0] for batch in BATCHES[:5]], y.detach()]
+        losses = bo.Objective(lambda anchor, y=y: (y - anchor).square().sum() + (y**4).sum(), anchors), lower
+        kept = [optimizer.run(*losses, steps=k) for k in (5, 1, 30)]
+        assert "compile_fallback" not in optimizer.diagnostics
+        found.append([*kept, x.detach(), y.detach()])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)

@@ -1,6 +1,7 @@
 """Results do not depend on the evaluation of losses: vmap or loop, separate features, precision, device."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -221,3 +222,25 @@ def test_a_loss_may_choose_parameters_by_requires_grad(form):
             plain,
         )
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("make", [partial(bo.AID, lower_steps=3), bo.BOME, bo.SOBA], ids=["AID", "BOME", "SOBA"])
+@pytest.mark.parametrize(
+    "entry", [lambda y: y, lambda y: y.reshape(1)[0], lambda y: y.view(1).squeeze()], ids=["y", "view", "squeeze"]
+)
+def test_an_upper_loss_may_be_an_entry_of_y(make, entry, compiled):
+    """Losses, diagnostics and iterates are those of the same number computed, and do not change later."""
+    found = []
+    for upper in (entry, lambda y: 1.0 * y):
+        x, y = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (0.3, 0.7))
+        optimizer = make([x], [y], lr=0.05, lower_lr=0.2)
+        if compiled:
+            optimizer.compile(backend="eager")
+        losses = partial(upper, y), lambda x=x, y=y: (y - x.sin()).square() / 2 + y**4 / 10
+        kept = [optimizer.step(*losses).reshape(1) for _ in range(4)] + [optimizer.run(*losses, steps=9)]
+        figures = [value for value in optimizer.diagnostics.values() if isinstance(value, torch.Tensor)]
+        assert "compile_fallback" not in optimizer.diagnostics
+        found.append([*kept, *figures, x.detach(), y.detach()])
+    for mine, theirs in zip(*found, strict=True):
+        close(mine, theirs, 1e-12)
