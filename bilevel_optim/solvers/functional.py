@@ -122,7 +122,7 @@ def _adam(
         largest = [state["max_exp_avg_sq"].clone() if has_state else zero.clone()] if group["amsgrad"] else []
         new, step, rate = value.clone(), count.clone(), group["lr"]
         adam(
-            [new], [slope], [first], [second], largest, [step], foreach=False, capturable=False, differentiable=False,
+            [new], [slope], [first], [second], largest, [step], foreach=False, capturable=False, differentiable=True,
             fused=False, amsgrad=group["amsgrad"], beta1=group["betas"][0], beta2=group["betas"][1], lr=rate,
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
             decoupled_weight_decay=group["decoupled_weight_decay"],

@@ -256,6 +256,25 @@ def test_the_bias_of_adam_is_corrected_in_double_precision_as_torch_does(kind):
     assert counts[0].dtype == counts[1].dtype == torch.float32
 
 
+@pytest.mark.parametrize("level", ["upper_optimizer", "lower_optimizer"])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_no_factor_of_adam_is_a_python_number_in_a_graph(kind, level):
+    """Inductor passes such a number on in single precision, so that compiled steps in double were found to differ."""
+    found = []
+
+    def backend(module, _):
+        found.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    x, y = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    optimizer = bo.SOBA([x], [y], lr=0.05, lower_lr=0.1, **{level: partial(kind, weight_decay=0.0)})
+    optimizer.compile(backend=backend)
+    for _ in range(3):
+        optimizer.step(lambda: (y - 2).square().sum(), lambda: (y - x).square().sum())
+    assert any("addcdiv" in name for name in found)
+    assert not any("_local_scalar_dense" in name or "item" in name for name in found)
+
+
 SAVE_AT, MORE = 8, 6
 PROGRAM = """
 import sys, torch
