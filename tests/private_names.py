@@ -82,8 +82,8 @@ NAMES = [
     ),
     Name(
         "._is_view",
-        "compiled/rewrites.py",
-        "whether an operation writes into a view of an argument",
+        "compiled/rewrites.py oracle/point.py",
+        "whether an operation writes into a view of an argument, or a loss is an entry of a parameter",
         "a public question",
     ),
     Name("._base", "compiled/rewrites.py", "of which argument it is a view", "a public name of the base of a view"),
