@@ -115,7 +115,7 @@ class _Calls:
         """Return the entry that holds an operand."""
         if id(value) in self._at:
             return self._at[id(value)]
-        if isinstance(value, (tuple, list)) and any(isinstance(part, Tensor) for part in value):
+        if isinstance(value, (tuple, list)) and any(isinstance(part, (Tensor, tuple, list)) for part in value):
             operands = tuple(map(self.entry, value))
             return self._record(_tuple if isinstance(value, tuple) else _list, operands, value)
         if isinstance(value, (Tensor, _Noted)):

@@ -68,6 +68,7 @@ def generated(tmp_path, n=4, line="del buf7"):
         empty_strided_cpu=allocate,
         reinterpret_tensor=torch.as_strided,
         multiply=multiply,
+        first=lambda parts: parts[0][0] + 1,
         assert_size_stride=None,
         factor=torch.tensor(3.0, dtype=torch.float64),
         torch=torch,
@@ -91,6 +92,12 @@ def test_calls_are_those_of_the_code_for_other_arguments_too(tmp_path):
         assert len(allocated) == expected + 1  # the memory of the results alone is new
         assert all(map(torch.equal, found, right))
         assert found[0].data_ptr() == found[1].data_ptr()
+
+
+def test_operands_in_lists_of_lists_are_those_of_the_call(tmp_path):
+    call, _ = generated(tmp_path, line="multiply(first([[buf7]]), buf7, buf9)")
+    program = small_program(call, matrices(0))
+    assert all(map(torch.equal, program.call(matrices(1)), call(matrices(1))))
 
 
 def test_the_example_is_let_go(tmp_path):
