@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from itertools import chain, cycle, takewhile
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, cycle
 from operator import itemgetter
 from typing import Any
 
@@ -13,12 +12,12 @@ import torch
 from torch import Tensor
 
 from .draws import Drawn
-from .forms import DataForm
+from .forms import DataForm, distinct
 from .places import Place
 from .program import Call, StepProgram
 from .small_cpu import Function, storage_of
 
-__all__ = ["Chain"]
+__all__ = ["Chain", "apart", "memory_of"]
 
 TURNS = 4  # most copies of the results of small steps whose memory is kept
 
@@ -83,34 +82,33 @@ class Chain:
         moving, others = {*map(storage_of, live)}, arguments[: self._first]
         return any(t.layout is not torch.strided or storage_of(t) in moving for t in others)
 
-    def apart(self, data: list[list[Tensor]], live: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the steps' data up to the first in the memory of a live tensor, which a step before it changes."""
-        places, moving = sorted({*map(Tensor.data_ptr, chain.from_iterable(data))}), set[int]()
-        for t in live:
-            start, size = storage_of(t), t.untyped_storage().nbytes()
-            moving.update(places[bisect_left(places, start) : bisect_left(places, start + size)])
-        return [*takewhile(lambda own: moving.isdisjoint(map(Tensor.data_ptr, own)), data)] if moving else data
-
     def rows(
         self,
         columns: Mapping[str, tuple[Sequence[Any], Sequence[Tensor]]],
         random: Sequence[Sequence[Tensor]],
         count: int,
-    ) -> list[list[Tensor]]:
-        """Return the tensors that each of ``count`` steps draws, up to the first step whose batches have another form.
+        memory: Sequence[range],
+    ) -> list[Sequence[Tensor]]:
+        """Return the tensors that each of ``count`` steps draws, up to the first whose batches `_parts` leaves out.
 
-        ``columns`` are the batches of all steps, by source, and the indices of terms; ``random`` the random inputs.
+        Args:
+            columns: the batches of all steps, by source, and the indices of terms.
+            random: the random inputs.
+            count: number of steps.
+            memory: that of live tensors.
         """
-        drawn: list[Sequence[Sequence[Tensor]]] = [[()] * count]  # by source, the tensors of each step
+        drawn: list[Sequence[Tensor]] = []  # by place in a step, the tensors of all steps
         for source, forms in self._batches.items():
             if source in columns:
                 (batches, indices), times = columns[source], self._times[source]
-                parts = _parts(batches, forms)
-                if indices:
-                    parts = [[*own, index] for own, index in zip(parts, indices, strict=False)]
-                drawn += [parts[k::times] for k in range(times)]
-        drawn += [[(t,) for t in own] for own in random]
-        return [*map(list, map(chain.from_iterable, zip(*drawn, strict=False)))]
+                parts = _parts(batches, forms, memory)
+                if len(parts) < times:
+                    return []
+                for k in range(times):
+                    drawn += zip(*parts[k::times], strict=True)
+                    drawn += [indices[k::times]] if indices else []
+        drawn += random
+        return [*zip(*drawn, strict=False)] if drawn else [()] * count
 
     def follow(
         self, arguments: Sequence[Tensor], data: Sequence[Sequence[Tensor]]
@@ -139,14 +137,30 @@ class Chain:
         return in_a_row.to(loss.dtype), [*flags, flag.tolist()], Call(given, results)
 
 
-def _parts(batches: Sequence[Any], forms: Sequence[DataForm]) -> Sequence[Sequence[Tensor]]:
-    """Return the tensors of each batch, up to the first that has another form than the sample in its place."""
-    if all([form.fit_plainly(batches[k :: len(forms)]) for k, form in enumerate(forms)]):
+def memory_of(tensors: Sequence[Tensor]) -> list[range]:
+    """Return the addresses of the tensors' memory."""
+    storages = [t.untyped_storage() for t in tensors]
+    return [range(own.data_ptr(), own.data_ptr() + own.nbytes()) for own in storages]
+
+
+def apart(tensors: Iterable[Tensor], memory: Sequence[range]) -> bool:
+    """Return True if no tensor begins in this memory."""
+    places = [*map(Tensor.data_ptr, tensors)]
+    return not any([any(map(part.__contains__, places)) for part in memory])
+
+
+def _parts(batches: Sequence[Any], forms: Sequence[DataForm], memory: Sequence[range]) -> Sequence[Sequence[Tensor]]:
+    """Return the tensors of each batch, up to the first that has another form than the sample in its place.
+
+    Or that lies in the ``memory`` of live tensors, which a step before it changes.
+    """
+    some = [distinct(batches[k :: len(forms)]) for k in range(len(forms))]
+    if all(map(DataForm.fit_plainly, forms, some)) and apart(chain.from_iterable(chain(*some)), memory):
         return batches
     found: list[list[Tensor]] = []
     for k, batch in enumerate(batches):
         tensors = forms[k % len(forms)].tensors_of((batch,))
-        if tensors is None:
+        if tensors is None or not apart(tensors, memory):
             break
         found.append(tensors)
     return found

@@ -15,7 +15,7 @@ from ..problem.vector import Vector
 from ..pytree import tree_flatten
 from .reasons import Refused
 
-__all__ = ["DataForm", "Form", "empty", "form_of_tensor", "forms_of", "structure_of"]
+__all__ = ["DataForm", "Form", "distinct", "empty", "form_of_tensor", "forms_of", "structure_of"]
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -69,7 +69,6 @@ class DataForm:
 
     def fit_plainly(self, batches: Sequence[Any]) -> bool:
         """Return True if this is the form of a sample, and all these batches for it are tuples of tensors and fit."""
-        batches = [*dict(zip(map(id, batches), batches, strict=True)).values()]  # one that comes again is checked once
         size = len(self._forms[0])
         plain = self.structure == [tuple, [tuple, *[Tensor] * size]] and {*map(type, batches)} == {tuple}
         plain = plain and {*map(len, batches)} == {size} and {*map(type, chain.from_iterable(batches))} == {Tensor}
@@ -87,6 +86,11 @@ class DataForm:
             ):
                 return True
         return _all_of(tensors) == self._forms  # guards compare still more
+
+
+def distinct(objects: Sequence[Any]) -> list[Any]:
+    """Return the objects, one that comes again only once."""
+    return [*{id(own): own for own in objects}.values()]
 
 
 def _guards_of(tensors: Sequence[Tensor]) -> TensorGuards:

@@ -15,7 +15,7 @@ from ..optimizer.method import Method
 from ..optimizer.progress import STILL
 from ..optimizer.transaction import Action
 from ..problem.objective import Loss
-from .chain import Chain
+from .chain import Chain, apart, memory_of
 from .draws import Sources, draw_many
 from .entry import CHECKED_EVERY, Entry, Settings
 from .program import Call, StepProgram
@@ -165,7 +165,9 @@ class CompiledRuns(CompiledSteps):
         arguments = [*other.arguments[: program.reads], *data[0], *state] if data else []
         return self._followed(other.entry, program, arguments, data[1:]) if data else None
 
-    def _followed(self, entry: Entry, program: StepProgram, arguments: list[Tensor], data: list[list[Tensor]]) -> Part:
+    def _followed(
+        self, entry: Entry, program: StepProgram, arguments: list[Tensor], data: list[Sequence[Tensor]]
+    ) -> Part:
         with torch.no_grad():
             return Part(entry, program, arguments, data, *program.chain.follow(arguments, data))
 
@@ -180,24 +182,24 @@ class CompiledRuns(CompiledSteps):
             sound += len(told)
         return sound
 
-    def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> list[list[Tensor]]:
+    def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> list[Sequence[Tensor]]:
         """Draw the tensors that ``count`` steps take from samples, up to the first step of another form."""
         pure = entry.pure
-        live = [*pure.live_x, *pure.live_y, *pure.buffers]
+        memory = memory_of([*pure.live_x, *pure.live_y, *pure.buffers])
         if entry.draw_all is None and entry.draws is not None:
             ranges, generator = self.optimizer._random_inputs(), self.optimizer.generator
             found = draw_many(entry.draws, sources, count, ranges, generator)
             if found is not None:
-                return chain.apart(chain.rows(*found, count), live)
-        data: list[list[Tensor]] = []
+                return chain.rows(*found, count, memory)
+        data: list[Sequence[Tensor]] = []
         while len(data) < count:
             more = self.drawn(entry, sources)
             assert more is not None
             own = chain.form.tensors_of((more.drawn, more.random))
-            if own is None:
+            if own is None or not apart(own, memory):
                 break
             data.append(own)
-        return chain.apart(data, live)
+        return data
 
 
 class Part(NamedTuple):
@@ -206,7 +208,7 @@ class Part(NamedTuple):
     entry: Entry
     program: StepProgram
     arguments: list[Tensor]
-    data: list[list[Tensor]]
+    data: list[Sequence[Tensor]]
     losses: Tensor
     flags: Tensor | list[list[bool]]
     last: Call
