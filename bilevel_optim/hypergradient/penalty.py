@@ -49,7 +49,7 @@ def penalty(
     """
     weights = [c.numerator / c.denominator for c in formula.weights]
     xi, zeta = upper_sample or oracle.f.draw(), lower_sample or oracle.g.draw()
-    (lower, values), gradient = Copies(oracle, copies).upper_slope(
+    (lower, values), gradient = Copies(oracle, copies, few=True).upper_slope(
         ("lower", zeta, _summing_to_zero([c / nu for c in weights], coarsest((*oracle.x, *copies)))),
         ("upper", xi, [j * c for j, c in zip(formula.nodes, weights, strict=True)]),
     )

@@ -266,7 +266,9 @@ class F2SA(BilevelOptimizer):
             xi, zeta = [oracle.f.draw() for _ in range(n)], [oracle.g.draw() for _ in range(n)]
 
         def gradient(copies: Vector) -> tuple[Tensor, Vector]:
-            (g, f), slopes = Copies(oracle, copies).lower_slopes(("lower", zeta, [1.0] * n), ("upper", xi, weights))
+            (g, f), slopes = Copies(oracle, copies, few=True).lower_slopes(
+                ("lower", zeta, [1.0] * n), ("upper", xi, weights)
+            )
             oracle.checks.loss((g + f * constant(weights, f)).sum(), DIVERGED)
             return g.sum(), slopes
 

@@ -26,6 +26,8 @@ from .substitution import Substitution
 
 __all__ = ["Copies"]
 
+FEW = 3  # points
+
 Samples = Sample | Sequence[Sample]  # one for all points, or one for each
 Part = TypeVar("Part")
 Term = tuple[str, Samples, Sequence[float]]  # level of a loss, its samples, and its weight at each point
@@ -38,10 +40,13 @@ class Copies:
         oracle: evaluates the losses; its options say how many points it evaluates together.
         lower: copies of y, tensors of shape (n, ...).
         upper: copies of x, tensors of shape (n, ...). Default: the oracle's x for all points.
+        few: a loop may evaluate up to three points where it is faster than vmap, which is on a CPU.
     """
 
-    def __init__(self, oracle: Oracle, lower: Vector, upper: Vector | None = None) -> None:
+    def __init__(self, oracle: Oracle, lower: Vector, upper: Vector | None = None, *, few: bool = False) -> None:
         self.oracle, self.lower, self.upper = oracle, lower, upper
+        whole = oracle.session.options.vectorize is True and oracle.lanes is None
+        self._apart = few and whole and len(lower[0]) <= FEW and oracle.device.type == "cpu"
         self._live = oracle.live_y if upper is None else Vector((*oracle.live_y, *oracle.live_x))
         self._kind = "copies" if oracle.lanes is None else "copies of tasks"
 
@@ -126,7 +131,9 @@ class Copies:
             len(self),
             together,
             alone,
-            possible=not self.oracle.sharded and all([_can_be_stacked(samples) for _, samples, _ in terms]),
+            possible=not self.oracle.sharded
+            and not self._apart
+            and all([_can_be_stacked(samples) for _, samples, _ in terms]),
             lanes=self.oracle.lanes is not None,
             new=new,
             first=partial(self._require_redirection, terms) if new else None,
@@ -254,20 +261,21 @@ class Copies:
                 # after the next evaluation. Backwards in Python, as of compiled modules, may refuse a second call.
                 apart = self.oracle.sharded or kept.moved() or (unknown and custom_operations(total))
                 if i == len(terms) or apart:
-                    own = self._gradient(wrt, levels, total, x, y)
+                    shared = wrt == "upper" and any(map(_has_graph, terms))  # all points need the graph of a batch
+                    own = self._gradient(wrt, levels, total, x, y, again=shared)
                     gradient = own if gradient is None else gradient + own
                     total, levels = None, []
                 elif unknown:  # the sum does not show it
                     self._note_reached(levels, self.oracle.differentiate(total, (*y, *x), again=True), y)
         return found, Vector(()) if gradient is None else gradient
 
-    def _gradient(self, wrt: str, levels: Sequence[str], total: Tensor, x: Vector, y: Vector) -> Vector:
+    def _gradient(self, wrt: str, levels: Sequence[str], total: Tensor, x: Vector, y: Vector, *, again: bool) -> Vector:
         oracle, session = self.oracle, self.oracle.session
         variables = x if wrt == "upper" else y
         if not total.requires_grad:  # `Session.conclude` decides whether that is a mistake
             return variables.zeros_like()
         if wrt == "upper":
-            gradients = oracle.differentiate(total, x)
+            gradients = oracle.differentiate(total, x, again=again)
             session.note_reached(gradients)
             return none_to_zeros(gradients, x)
         gradients = oracle.differentiate(total, y if session.found.reaches_upper else (*y, *x))
@@ -355,6 +363,13 @@ class Copies:
 
 def _parts(samples: Samples) -> Sequence[Samples]:
     return samples.parts if isinstance(samples, Sample) and samples.parts is not None else [samples]
+
+
+def _has_graph(term: Term) -> bool:
+    """Return True if a batch of a term was computed with gradients."""
+    _, samples, _ = term
+    batches = [own.arguments for own in ([samples] if isinstance(samples, Sample) else samples)]
+    return any([isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(batches)])
 
 
 def _part_of(term: Term, parts: Sequence[Samples], i: int) -> Term:

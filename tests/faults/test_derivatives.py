@@ -91,7 +91,7 @@ def test_the_chunked_cross_entropy(name, dtype):
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no chunked loss")
 def test_copies_under_vmap_are_compared_with_a_plain_evaluation():
     y = weights()
-    optimizer, *losses = ridge_problem("F2SA", lambda: chunked(y), [y])
+    optimizer, *losses = ridge_problem("F2SA", lambda: chunked(y), [y], order=4)
     with pytest.raises(bo.DerivativeError, match=r"under torch\.func\.vmap") as caught:
         optimizer.step(*losses)
     assert "vectorize=False" in str(caught.value)
@@ -458,7 +458,7 @@ def test_a_loss_whose_values_differ_under_vmap():
     for noise in (0, 1):
         x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
         losses = lambda y=y: (y - 1).square().sum(), lambda n=noise, x=x, y=y: lower(n, x, y)
-        optimizer = method("F2SA", [x], [y])
+        optimizer = method("F2SA", [x], [y], order=4)
         if noise:
             optimizer.step(*losses)
         else:

@@ -292,7 +292,7 @@ def test_large_convolutions_run_one_by_one_on_a_cpu(large):
     net = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 2, stride=2), torch.nn.Flatten(), torch.nn.LazyLinear(1))
     images, x = torch.randn(32, 1, 64 if large else 8, 64), torch.zeros(1, requires_grad=True)
     net(images)
-    optimizer = bo.F2SA([x], net.parameters(), lr=0.1, lower_lr=0.01, lower_steps=1)
+    optimizer = bo.F2SA([x], net.parameters(), lr=0.1, lower_lr=0.01, lower_steps=1, order=4)
     for _ in range(2):
         optimizer.step(lambda: net(images).square().mean(), lambda: (net(images) - x).square().mean())
         reason = optimizer.diagnostics.get("vectorize_fallback", "")

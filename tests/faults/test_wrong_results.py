@@ -210,7 +210,7 @@ def test_a_lower_loss_that_is_not_finite_is_noticed(row):
     assert same(before, values(problem.x, problem.y))
 
 
-@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("vectorize", [8, False])
 @pytest.mark.parametrize("order", [1, 2])
 def test_an_upper_loss_that_is_not_finite_in_the_lower_steps_is_noticed(vectorize, order):
     problem, evaluations = Quadratic(n=4, m=2), []

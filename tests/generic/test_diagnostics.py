@@ -129,7 +129,7 @@ def test_metrics_are_the_last_step_as_floats(row):
 
 def test_there_are_no_metrics_before_a_step_and_no_words_in_them():
     x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
-    optimizer = bo.F2SA([x], [y], **ARGUMENTS, vectorize=True, check_derivatives=False)
+    optimizer = bo.F2SA([x], [y], **ARGUMENTS, vectorize=8, check_derivatives=False)
     assert optimizer.metrics() == {}
 
     def lower():
