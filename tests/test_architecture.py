@@ -270,6 +270,7 @@ TRACING = {
     "problem/objective.py": "a step that draws random numbers in its losses is not compiled",
     "problem/placement.py": "no memory is pinned, and nothing is kept, in a graph",
     "solvers/functional.py": "the step of an optimizer of torch has another form",
+    "problem/tasks.py": "the ids of the drawn tasks have no values to be checked",
     "solvers/linear.py": "the host does not look whether a solve has ended",
     "solvers/lower.py": "the step of an optimizer of torch has another form",
 }

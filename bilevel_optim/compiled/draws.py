@@ -15,6 +15,7 @@ from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import by_level
 from ..problem.random import device_of
+from ..problem.tasks import require_ids
 from .forms import structure_of
 
 __all__ = [
@@ -311,13 +312,20 @@ def taken_by(
     return found
 
 
-def draw_tasks(draws: Sequence[TaskDraw], sampler: Any, generator: Any, random: Mapping[str, Tensor]) -> Drawn:
-    """Draw the tasks of one step and their samples from a task sampler; other arguments as for `draw`."""
+def draw_tasks(
+    draws: Sequence[TaskDraw], sampler: Any, generator: Any, random: Mapping[str, Tensor], remembered: int | None = None
+) -> Drawn:
+    """Draw the tasks of one step and their samples from a task sampler; other arguments as for `draw`.
+
+    ``remembered`` is the number of tasks whose solutions are stored, if any, because a graph cannot check their ids.
+    """
     found: Drawn = {}
     for source, size, only in draws:
         given = found.setdefault(source if source == "tasks" else f"tasks.{source}", [])
         if source == "tasks":
             given.append(sampler.sample(size, generator))
+            if remembered is not None:
+                require_ids(given[0], remembered)
         elif only is not None and only[1] > int(random[only[0]]):
             given.append(given[-1])
         else:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import warn
 from ..optimizer.lower_checks import probe
+from ..optimizer.lower_start import remembered_tasks
 from ..optimizer.method import Method
 from ..optimizer.transaction import Action, make
 from ..problem.objective import Loss
@@ -245,7 +246,8 @@ class CompiledSteps:
             drawn = draw(entry.draws, sources, random)
             entry.plan = Plan.of(entry.draws, sources, drawn, random)
             return Inputs(sources, random, drawn)
-        return Inputs(sources, random, draw_tasks(entry.draws, tasks, optimizer.generator, random))
+        remembered = remembered_tasks(tasks) if optimizer.task_memory else None
+        return Inputs(sources, random, draw_tasks(entry.draws, tasks, optimizer.generator, random, remembered))
 
     def again(self, inputs: Inputs) -> Sources:
         """Return sources that give the same samples to an eager step."""

@@ -54,7 +54,7 @@ def task_mean(
     """
     drawn = sample(sampler, count, inputs.generator)
     if remembered is not None:
-        require_ids(drawn, sampler, remembered)
+        require_ids(drawn, remembered)
     rows = None if remembered is None else _Rows(STARTS, inputs, oracle.y, remembered)
     memories = [] if remembered is None else [_Rows(name, inputs, oracle.y.zeros_like(), remembered) for name in kept]
     tasks, share = inputs.ranks.share(drawn, count)

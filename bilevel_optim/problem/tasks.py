@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pytree import is_named_tuple, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from ..tracing import is_tracing
 from .placement import to_device
 from .random import device_of
 from .vector import Vector
@@ -351,7 +352,7 @@ def sample(sampler: Any, count: int, generator: torch.Generator | None) -> Any:
     return tasks
 
 
-def require_ids(tasks: Any, sampler: Any, number: int) -> None:
+def require_ids(tasks: Any, number: int) -> None:
     """Raise ValueError unless tasks are ids below a number; values are read on the CPU only, and not in a graph."""
     if not isinstance(tasks, Tensor) or tasks.dim() != 1 or tasks.dtype != torch.long:
         shown = f"{tasks.dtype} of shape {tuple(tasks.shape)}" if isinstance(tasks, Tensor) else type(tasks).__name__
@@ -359,7 +360,7 @@ def require_ids(tasks: Any, sampler: Any, number: int) -> None:
             "task_memory=True needs a sampler that draws ids of tasks, because a row is found by its id, but "
             f"sample returned {shown}; return a LongTensor of shape (n,)"
         )
-    if isinstance(sampler, StandIn) or not tasks.is_cpu:
+    if is_tracing() or not tasks.is_cpu:
         return
     least, most = int(tasks.min()), int(tasks.max())
     if not 0 <= least <= most < number:

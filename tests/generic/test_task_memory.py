@@ -193,10 +193,12 @@ def test_f2sa_with_an_upper_optimizer_is_backward_and_that_optimizer():
         (torch.tensor([1, 3], dtype=torch.int32), r"sample returned torch\.int32 of shape \(2,\)"),
     ],
 )
-@pytest.mark.parametrize("first", [True, False])
-def test_ids_that_no_row_has(ids, answer, first):
+@pytest.mark.parametrize(("steps", "compiled"), [(0, False), (1, False), (0, True), (1, True), (3, True)])
+def test_ids_that_no_row_has(ids, answer, steps, compiled):
     optimizer, x, y, upper, lower, tasks = made("AID", lr=0.05, task_memory=True)
-    if not first:
+    if compiled:
+        optimizer.compile(backend="eager")
+    for _ in range(steps):
         optimizer.step(upper, lower, tasks=tasks)
     before = [t.detach().clone() for t in (x, *y)]
     tasks.sample = lambda n, generator: torch.as_tensor(ids)
