@@ -244,7 +244,7 @@ ERRORS: dict[str, dict[str, list[Any]]] = {
     "AID": {
         **{"lower_lr": [-0.1], "lower_steps": WHOLE, "vectorize": [0, -2, "yes"], "hvp": ["fast"], "generator": [3]},
         **{"lower_optimizer": ["adam"], "tasks_per_step": [0], "lower_batch": [1.5], "upper_batch": [-1]},
-        **{"lower_init": [3], "linear_solver": ["gmres", []], "linear_steps": WHOLE, "linear_tol": [-1e-3]},
+        **{"lower_init": [3], "linear_solver": ["gmres", []], "linear_steps": WHOLE, "linear_tol": [-1e-3, 1.0, inf]},
         **{"linear_lr": [0.0], "damping": [-1.0]},
     },
     "ITD": {"truncate": [-1], "checkpoint": [1], "lower_optimizer": [LBFGS, partial(bo.AGD, momentum=0.5)]},
@@ -262,7 +262,7 @@ ERRORS: dict[str, dict[str, list[Any]]] = {
         **{"momentum": [1.0, -0.1], "restart_radius": [0.0, nan], "restart_period": [0, 1.5], "lower_momentum": [1.0]},
         **{"lower_restart": ["warm"], "restart_steps": [-1], "lower_tol": [-1.0], "on_converged": ["raise"]},
         **{"linear_start": ["x"]},
-        **{"linear_steps": [-1], "linear_tol": [-1e-3], "linear_atol": [-1e-3], "damping": [-1.0]},
+        **{"linear_steps": [-1], "linear_tol": [-1e-3, 1.0], "linear_atol": [-1e-3, inf], "damping": [-1.0, inf]},
     },
     "PRAHGD": {"perturbation": [-1.0, inf], "perturb_initial": [1]},
     "BA": {"lower_steps": [0], "growth": [-0.5], "linear_steps": [-1]},

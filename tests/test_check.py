@@ -240,6 +240,14 @@ def test_what_only_the_absolute_tolerance_lets_pass_is_said():
         bo.check_hypergradient(optimizer, *losses, atol=0)
 
 
+def test_a_step_in_place_of_a_hypergradient_is_said():
+    x, y = (torch.full((2,), n, dtype=torch.float64, requires_grad=True) for n in (1.0, 0.0))
+    optimizer = bo.iMCN([x], [y], lr=0.2, lower_lr=0.5, lower_steps=40, cubic_steps=50)
+    with pytest.raises(bo.GradcheckError, match=r"iMCN sets \.grad to a step") as caught:
+        bo.check_hypergradient(optimizer, lambda: (x @ y) + (x.square() - y.square()).sum() / 2)
+    assert "settings are the cause" not in str(caught.value)
+
+
 @pytest.mark.parametrize("reference", ["dense", "implicit"])
 @pytest.mark.parametrize("weight", [1e-6, 1e-14, 1e-18])
 def test_the_reference_is_exact_where_the_hessian_changes_fast(weight, reference):

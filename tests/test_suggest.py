@@ -298,3 +298,10 @@ def test_methods_that_were_not_measured_are_not_ranked(monkeypatch, looks, metho
         assert "measured" in suggestion.rejected[name] or "upper loss smaller" in suggestion.rejected[name]
     unmeasured = [reason for reason in suggestion.rejected.values() if reason == module.NOT_MEASURED]
     assert not (unmeasured and "nothing was better" in str(suggestion))
+
+
+def test_no_method_to_try_is_refused():
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    losses = lambda: y.square().sum(), lambda: (y - x).square().sum()
+    with pytest.raises(ValueError, match="Invalid methods value"):
+        suggest([x], [y], *losses, methods=[])

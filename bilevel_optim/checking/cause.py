@@ -32,12 +32,17 @@ def cause(
         figures: diagnostics of the estimate from the exact lower solution.
         retried: repeats that estimate with the current settings, and returns its error.
     """
+    kind = type(optimizer).__name__
+    if not optimizer.declared.converges and optimizer.declared.upper_update:
+        return (
+            f"{kind} sets .grad to a step of its own, not to an estimate of the hypergradient (see its docstring): "
+            "this check does not apply to it; see whether the upper loss falls"
+        )
     if at_solution < 0.1 * error:
         return (
             "the lower solve is the cause, because the estimator is good at the exact lower solution: use more "
             "lower_steps, a better lower_lr or lower_optimizer, or make some steps before the check (warm start)"
         )
-    kind = type(optimizer).__name__
     own = "the estimator's own settings are the cause, because it is as bad at the exact lower solution: "
     if at_solution < 0.5 * error:
         own = (

@@ -218,6 +218,7 @@ def suggest(
     Source: Jamieson, Talwalkar (2016), arXiv:1502.07943 (successive halving).
     """
     methods = (methods,) if isinstance(methods, str) else methods
+    require("methods", methods, len(methods) > 0, "Invalid {name} value: {value} (it must name at least one method)")
     for name in methods:
         require_choice("methods", name, METHODS)
     require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0, SECONDS)

@@ -59,8 +59,8 @@ class AID(BilevelOptimizer):
             series :math:`\eta \sum_{i \le Q} (I - \eta H)^i`, always from zero; ``"fixed_point"``, the same iteration
             from a warm start. Default: ``"cg"``.
         linear_steps: maximum iterations of the linear solver, about one Hessian-vector product each. Default: 10.
-        linear_tol: stop when the residual is below this fraction of the right-hand side. Default: 0, use all steps (CG
-            and MINRES stop by themselves at the rounding level).
+        linear_tol: stop when the residual is below this fraction, less than 1, of the right-hand side. Default: 0, use
+            all steps (CG and MINRES stop by themselves at the rounding level).
         linear_lr: :math:`\eta` of ``"neumann"`` and ``"fixed_point"``, below :math:`2/\lambda_{\max}(H)`. Default: the
             learning rate of the lower groups.
         damping: solve with :math:`H + \delta I`; biases the hypergradient. Default: 0.
@@ -108,7 +108,7 @@ class AID(BilevelOptimizer):
 
     linear_solver: str = choice(*_SOLVE, default="cg")
     linear_steps: int = count(default=10)
-    linear_tol: float = number(default=0.0, least=0, finite=False)
+    linear_tol: float = number(default=0.0, least=0, below=1)  # 1: v = 0, no indirect term
     linear_lr: float | None = number(default=None, above=0, optional=True)
     damping: float = number(default=0.0, least=0)
     keep_direction: bool = flag(default=False)

@@ -123,22 +123,24 @@ def number(
     above: float = -math.inf,
     least: float = -math.inf,
     most: float = math.inf,
+    below: float = math.inf,
     finite: bool = True,
     optional: bool = False,
     saved: bool = False,
     alias: str | None = None,
     settable: bool = True,
 ) -> Any:
-    """Declare a real number larger than ``above``, at least ``least`` and at most ``most``; or None if ``optional``."""
+    """Declare a real number in a range: > ``above``, >= ``least``, <= ``most``, < ``below``; None if ``optional``."""
 
     def valid(value: Any) -> bool:
         if not is_number(value):
             return False
-        return bool(above < value) and bool(least <= value <= most) and (not finite or bool(value < math.inf))
+        upper = bool(value < below) if finite or below < math.inf else True
+        return bool(above < value) and bool(least <= value <= most) and upper
 
-    limits = {"above": above, "at least": least, "at most": most}
+    limits = {"above": above, "at least": least, "at most": most, "below": below}
     bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit))
-    kind = "a finite number" if finite and most == math.inf else "a number"
+    kind = "a finite number" if finite and most == below == math.inf else "a number"
     what = f"{kind} {'of ' if bounds.startswith('at') else ''}{bounds}".strip()
     return _valid_option(valid, what, optional, default=default, saved=saved, alias=alias, settable=settable)
 

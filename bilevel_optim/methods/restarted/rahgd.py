@@ -73,7 +73,7 @@ class RAHGD(Accelerated):
             with ``"zero"``.
         lower_tol: stop a lower solve after a step that found a gradient of at most this norm (host synchronisations).
             Default: 0, make all steps.
-        linear_tol: stop CG when the residual is below this fraction of the right-hand side. Default: 0.
+        linear_tol: stop CG when the residual is below this fraction, less than 1, of the right-hand side. Default: 0.
         linear_atol: stop CG when the residual norm is below this value. Default: 0.
         linear_start: start of the first CG, ``"zero"`` or ``"y"``, the lower solution at which it is run (the paper
             takes that of the first of its two solves). Default: ``"zero"``.
@@ -129,10 +129,10 @@ class RAHGD(Accelerated):
     )
 
     linear_steps: int = count(default=10)
-    linear_tol: float = number(default=0.0, least=0, finite=False)
-    linear_atol: float = number(default=0.0, least=0, finite=False)
+    linear_tol: float = number(default=0.0, least=0, below=1)
+    linear_atol: float = number(default=0.0, least=0)
     linear_start: str = choice("zero", "y", default="zero")
-    damping: float = number(default=0.0, least=0, finite=False)
+    damping: float = number(default=0.0, least=0)
 
     def _hypergradient(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Return the implicit hypergradient by conjugate gradients, started from the last solution."""

@@ -58,8 +58,9 @@ class SVRB(RecursiveOptimizer):
             the norm of ``r``). Default: none.
         radius: radius of the ball around zero that y stays in. Default: infinite.
         variant: ``"faithful"``, the paper's; ``"matrix_free"``, where r follows :math:`H^{-1} \nabla_y f` by
-            :math:`r \leftarrow r - \tau\, \text{lower\_lr}\; s`, with STORM estimates s of :math:`H r - \nabla_y f` and
-            d of :math:`\nabla_x f - \nabla^2_{xy} g\, r`, two products in place of the matrices. Default: "faithful".
+            :math:`r \leftarrow r - \tau\, \text{lower\_lr}\; s`, with STORM estimates s of :math:`H r - \nabla_y f`
+            and d of :math:`\nabla_x f - \nabla^2_{xy} g\, r`, two products in place of the matrices. The first r is
+            :math:`\text{lower\_lr}\, \nabla_y f`. Default: "faithful".
         schedule: ``"constant"``, or ``"cube_root"``: :math:`\eta_t = (c_0 + t)^{-1/3}` multiplies lr and averaging, and
             :math:`\eta_t^2` multiplies beta (the theory's). torch's schedulers change the learning rates alone.
             Default: "constant".
