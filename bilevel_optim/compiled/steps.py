@@ -96,10 +96,11 @@ class CompiledSteps:
     def step(self, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
         """Make a step, compiled if it can be."""
         sources, done = self.sources_of(upper, lower, tasks), self.optimizer._run_state.steps
-        place = self.place(sources)
+        place, enabled = self.place(sources), torch.is_grad_enabled()
         try:
             loss = self._step(sources, update)
         except BaseException:
+            torch._C._set_grad_enabled(enabled)  # an interrupt may have left gradients off
             if self.optimizer._run_state.steps == done:  # else an interrupt has waited for the step
                 self.return_to(place)
             raise
