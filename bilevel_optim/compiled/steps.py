@@ -301,6 +301,7 @@ class CompiledSteps:
                     self.entries.clear()
                 else:
                     results, left = found[:2], buffer_writes(entry.pure, found.buffers)
+                    oracle.session.counts = dict(found.counts)  # those of all other compiled steps
             except Exception as error:
                 reason = reason_of(error)
                 if not isinstance(error, Full):
