@@ -59,9 +59,11 @@ class CompiledRuns(CompiledSteps):
         if sum([count for _, count in kinds]) < 2:
             return None
         began, place, done = time.monotonic(), self.place(sources), self.optimizer._run_state.steps
+        enabled = torch.is_grad_enabled()
         try:
             found = self._follow_chain(kinds, sources, place)
         except BaseException:
+            torch._C._set_grad_enabled(enabled)  # an interrupt may have left gradients off
             if self.optimizer._run_state.steps == done:
                 self.return_to(place)
             raise

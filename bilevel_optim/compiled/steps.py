@@ -97,10 +97,11 @@ class CompiledSteps:
     def step(self, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
         """Make a step, compiled if it can be."""
         sources, done = self.sources_of(upper, lower, tasks), self.optimizer._run_state.steps
-        place = self.place(sources)
+        place, enabled = self.place(sources), torch.is_grad_enabled()
         try:
             loss = self._step(sources, update)
         except BaseException:
+            torch._C._set_grad_enabled(enabled)  # an interrupt may have left gradients off
             if self.optimizer._run_state.steps == done:  # else an interrupt has waited for the step
                 self.return_to(place)
             raise
@@ -302,6 +303,7 @@ class CompiledSteps:
                     self.entries.clear()
                 else:
                     results, left = found[:2], buffer_writes(entry.pure, found.buffers)
+                    oracle.session.counts = dict(found.counts)  # those of all other compiled steps
             except Exception as error:
                 reason = reason_of(error)
                 if not isinstance(error, Full):

@@ -244,3 +244,15 @@ def test_a_difference_that_rounding_explains_is_accepted(monkeypatch):
     (_, nothing), (right, rounded), *_ = asked
     assert nothing is None
     assert 0 < (rounded - right).norm() < 1e-14
+
+
+def test_compared_steps_are_counted_like_the_others():
+    """So counts do not depend on where steps are compared, as in a resumed run: a series has all its products."""
+    x, y = (torch.full((3,), value, requires_grad=True) for value in (0.3, 0.1))
+    optimizer = bo.TTSA([x], [y], lr=0.05, lower_lr=0.1, linear_steps=4, generator=torch.Generator().manual_seed(7))
+    optimizer.compile(backend="eager")
+    counts = []
+    for _ in range(10):
+        optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x).square().sum() / 2)
+        counts.append(optimizer.oracle_counts["hvp"])
+    assert [counts[k + 1] - counts[k] for k in range(9)] == [3] * 9

@@ -127,3 +127,30 @@ def test_an_interrupt_as_a_compiled_step_is_written_keeps_the_place_in_the_data_
     for _ in range(count + 1):
         twin[0].step(*twin[1:3])
     torch.testing.assert_close(left(optimizer, *[lower, x, y]), left(twin[0], *twin[2:]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_an_interrupt_of_compiled_steps_leaves_gradients_on(steps, monkeypatch):
+    """It may arrive just before gradients are switched on again."""
+    optimizer, upper, lower, x, y = made(bo.SOBA, [*ROWS], True)
+    twin = made(bo.SOBA, [*ROWS], False)
+    for _ in range(12):
+        optimizer.step(upper, lower)
+    inner = torch._C._set_grad_enabled
+
+    def interrupted(mode):
+        if mode:
+            monkeypatch.setattr(torch._C, "_set_grad_enabled", inner)
+            raise KeyboardInterrupt
+        inner(mode)
+
+    monkeypatch.setattr(torch._C, "_set_grad_enabled", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.run(upper, lower, steps=steps)
+    enabled = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert enabled
+    optimizer.step(upper, lower)
+    for _ in range(optimizer._run_state.steps):
+        twin[0].step(*twin[1:3])
+    torch.testing.assert_close(left(optimizer, *[lower, x, y]), left(twin[0], *twin[2:]), rtol=1e-12, atol=1e-12)
