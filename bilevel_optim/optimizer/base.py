@@ -77,8 +77,9 @@ class BilevelOptimizer(Method):
             named in ``diagnostics["derivatives"]``. Each loss is also called once more to see whether it uses a graph
             that was made outside it. Default: True.
         generator: source of the method's own random numbers. Default: torch's default generator.
-        vectorize: how to evaluate several copies of y: True, all at once under ``torch.func.vmap``; False, in a loop; a
-            number, in chunks of that size. Default: True.
+        vectorize: how to evaluate several copies of y: True, all at once under ``torch.func.vmap`` (but two or three
+            copies of `F2SA` on a CPU in a loop, which is faster there); False, in a loop; a number, in chunks of that
+            size. Default: True.
         hvp: ``"exact"`` for Hessian-vector products by double backward, ``"finite-difference"`` for differences of
             first-order gradients. Default: ``"exact"``.
         tasks_per_step: number of tasks drawn per step. Default: all tasks if the sampler has a length, else 1.

@@ -26,7 +26,7 @@ from .substitution import Substitution
 
 __all__ = ["Copies"]
 
-FEW = 3  # points
+FEW = 3  # points that a loop evaluates as fast as vmap on a CPU, or up to twice as fast
 
 Samples = Sample | Sequence[Sample]  # one for all points, or one for each
 Part = TypeVar("Part")

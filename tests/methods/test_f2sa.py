@@ -680,6 +680,31 @@ def test_the_theorem_keeps_its_promise_without_noise():
         f2sa(eps=0.1, ell=1.0, mu=2.0)
 
 
+@pytest.mark.parametrize(("order", "vectorize", "together"), [(2, True, False), (2, 8, True), (4, True, True)])
+def test_two_copies_are_evaluated_one_after_the_other_on_a_cpu(order, vectorize, together):
+    """For so few, a loop is faster there than vmap. The hypergradient is the same."""
+    found, batched = [], []
+    for how in (vectorize, False):
+        problem = Cosh()
+        optimizer = bo.F2SA(
+            problem.x, problem.y, lr=0.1, lower_lr=0.1, lower_steps=4, order=order, nu=0.1, vectorize=how,
+            check_derivatives=False,
+        )  # fmt: skip
+        inside = []
+
+        def lower(problem=problem, inside=inside):
+            inside.append(torch._C._functorch.maybe_current_level() is not None)
+            return problem.lower()
+
+        for _ in range(3):
+            inside.clear()  # the first evaluations look at the loss too
+            optimizer.backward(problem.upper, lower)
+        batched.append(any(inside))
+        found.append([t.grad.clone() for t in problem.x])
+    assert batched == [together, False]
+    close(*found, 1e-12)
+
+
 @pytest.mark.parametrize("vectorize", [8, False])
 def test_products_of_low_precision_are_reported_only_where_the_lower_loss_has_some(vectorize):
     x, y = (torch.full((3,), v, dtype=torch.float32, requires_grad=True) for v in (1.0, 0.0))
