@@ -63,7 +63,7 @@ class CompiledRuns(CompiledSteps):
         try:
             found = self._follow_chain(kinds, sources, place)
         except BaseException:
-            torch._C._set_grad_enabled(enabled)  # an interrupt may have left gradients off
+            torch.set_grad_enabled(enabled)  # an interrupt may have left gradients off
             if self.optimizer._run_state.steps == done:
                 self.return_to(place)
             raise

@@ -101,7 +101,7 @@ class CompiledSteps:
         try:
             loss = self._step(sources, update)
         except BaseException:
-            torch._C._set_grad_enabled(enabled)  # an interrupt may have left gradients off
+            torch.set_grad_enabled(enabled)  # an interrupt may have left gradients off
             if self.optimizer._run_state.steps == done:  # else an interrupt has waited for the step
                 self.return_to(place)
             raise

@@ -227,7 +227,7 @@ class Copies:
                 here.session.reaching(level, value, y, x)
             return value, value * weight
 
-        with here.placed() as (x, y):
+        with here.placed() as (x, y), torch.set_grad_enabled(bool(wrt) or asks):
             values, gradient = self._collected(wrt, [_at(term, slice(j, j + 1)) for term in terms], x, y, evaluate)
         return [value.reshape(1) for value in values], stack([gradient]) if wrt == "lower" else gradient
 

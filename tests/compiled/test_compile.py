@@ -716,7 +716,7 @@ def test_losses_that_vmap_cannot_run_are_captured_as_a_loop():
     for captured in (False, True):
         x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
         y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-        optimizer = bo.F2SA([x], [y], lr=0.1, lower_lr=0.3, lower_steps=2, nu=0.1, order=2)
+        optimizer = bo.F2SA([x], [y], lr=0.1, lower_lr=0.3, lower_steps=2, nu=0.1, order=2, vectorize=8)
         if captured:
             optimizer.compile(backend="eager", fullgraph=True)
 

@@ -8,7 +8,7 @@ import torch
 
 import bilevel_optim as bo
 
-from ..problems import Tasks, close, flat, seeded
+from ..problems import Tasks, close, flat, same, seeded, values
 from ..registry import HALF, ROWS, each
 
 FORMS = pytest.mark.parametrize(
@@ -92,6 +92,21 @@ def test_dropout_is_shared_by_the_evaluations_of_a_sample(row):
     assert first.isfinite().all()
     assert torch.equal(first, second)
     assert "vectorize_fallback" not in optimizer.diagnostics
+
+
+@pytest.mark.usually("F2SA")
+@pytest.mark.parametrize("vectorize", [pytest.param(True, marks=pytest.mark.slow), False])
+@each(lambda row: not row.variant)
+def test_steps_where_gradients_are_off(row, vectorize):
+    """A step turns them on for what it differentiates, as for a distributed checkpoint, which makes one."""
+    ends = []
+    for off in (False, True):
+        problem = row.cleaning()
+        optimizer = row(problem.x, problem.y, short=True, vectorize=vectorize, generator=seeded(1))
+        with torch.no_grad() if off else nullcontext():
+            problem.run(optimizer, 2)
+        ends.append(values(problem.parameters))
+    assert same(*ends)
 
 
 # ---------------------------------------------------------------------------------------------------- precision, device
