@@ -13,7 +13,10 @@ from .draws import Sources
 
 __all__ = ["GivenData", "Recorded"]
 
-OTHERS = "a step draws other samples than an earlier step of the same kind, so its graph has no inputs for them"
+OTHERS = (
+    "a step draws other samples than an earlier step of the same kind, or than _draws of a method of your own declares, "
+    "so its graph has no inputs for them"
+)
 
 
 class GivenData:

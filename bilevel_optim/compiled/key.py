@@ -15,12 +15,17 @@ from ..oracle.buffers import unnoted
 from ..oracle.hooks import any_hooks
 from ..problem.parameters import LEVELS, require_rates
 
-__all__ = ["OptionsKey", "Rates"]
+__all__ = ["OptionsKey", "Rates", "has_one_key"]
 
 PLAIN = (bool, int, float, str, tuple, type(None))
 NOT_IN_KEY = ("lr", "initial_lr", "params", "param_names", OWN)  # entries of a group; learning rates are tensors
 HOOKS = (module._global_forward_hooks, module._global_forward_pre_hooks)  # for all modules; Dynamo has no guard on them
 _ATTRIBUTES = attrgetter("requires_grad", "_backward_hooks")
+
+
+def has_one_key(method: type[Method]) -> bool:
+    """Return True if all steps of a run have the same key of a graph, unless options change."""
+    return method._graph_key is Method._graph_key and method._lower_step_count is Method._lower_step_count
 
 
 class OptionsKey:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from ..pytree import replace
 from ..solvers.limits import Limits
 from ..solvers.lower import LowerRule
 from .given import GivenData
+from .key import has_one_key
+from .reasons import Refused
 
 __all__ = ["PureStep", "Results", "State", "following", "state_of"]
 
@@ -86,9 +88,10 @@ class PureStep:
         self.live_x, self.live_y, self.names = [*here.live_x], [*here.live_y], [*here.names]
         self._found, self._options = replace(here.session.found), method._oracle_options
         self.differentiates_twice = bool(self._found.fused)
+        steps: Any = _Steps() if has_one_key(type(method)) else inputs.steps
         self._given = replace(
-            inputs, memory={}, upper_memory={}, tables={}, solver=None, upper_solver=None, random_inputs={},
-            generator=None,
+            inputs, steps=steps, memory={}, upper_memory={}, tables={}, solver=None, upper_solver=None,
+            random_inputs={}, generator=None,
         )  # fmt: skip
         self._rules = [*method._rules.rules]
         self._upper_rules = None if method._upper_rules is None else [*method._upper_rules.rules]
@@ -177,6 +180,24 @@ class PureStep:
             rule=lambda like: _rule(rules, rates[split:], like, limits),
             upper_rule=None if upper_rules is None else lambda like: _rule(upper_rules, rates[:split], like, None),
         )
+
+
+class _Steps:
+    """The number of steps in a graph that serves all steps: a method that reads it cannot be compiled like that."""
+
+    def __add__(self, more: int) -> Self:
+        return self
+
+    def _refuse(self, *others: Any) -> Any:
+        raise Refused(
+            "the method reads inputs.steps, which would be a constant of the graph: make _graph_key of the method "
+            "depend on it, or count in its state"
+        )
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _refuse
+    __sub__ = __rsub__ = __radd__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _refuse
+    __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __and__ = __or__ = __neg__ = _refuse
+    __int__ = __float__ = __index__ = __hash__ = __str__ = __format__ = _refuse
 
 
 _COMPLETE = Buffers(complete=True)

@@ -18,6 +18,7 @@ from ..problem.objective import Loss
 from .chain import Chain, apart, memory_of
 from .draws import Sources, draw_many
 from .entry import CHECKED_EVERY, Entry, Settings
+from .key import has_one_key
 from .program import Call, StepProgram
 from .steps import CompiledSteps
 
@@ -79,9 +80,8 @@ class CompiledRuns(CompiledSteps):
         """Return entries with numbers of next steps, up to one that has to be made by itself, or is to be compared."""
         optimizer, found, left = self.optimizer, list[tuple[Entry, int]](), dict[Entry, int]()
         now, numbers, one = optimizer._run_state.steps, optimizer.numbers | sources.kind.terms, first.key[2]
-        kind, most = type(optimizer), min(most, STILL - 1 - now) if now < STILL else most
-        # By default all steps of a run have the same key.
-        alike = kind._graph_key is Method._graph_key and kind._lower_step_count is Method._lower_step_count
+        most = min(most, STILL - 1 - now) if now < STILL else most
+        alike = has_one_key(type(optimizer))
         keys = repeat(one, most) if alike else (optimizer._graph_key(now + k, numbers) for k in range(most))
         for own, same in groupby(keys):
             key = [*first.key[:2], own, *first.key[3:]]

@@ -213,8 +213,8 @@ class CompiledSteps:
         self._new += 1
         if self._new > PATIENCE:
             self._reason = (
-                "from step to step options of the optimizer or of its groups change, and each value needs a graph of "
-                "its own: change them rarely (learning rates may change)"
+                "from step to step options of the optimizer or of its groups change (or plain numbers of a method of "
+                "your own), and each value needs a graph of its own: change them rarely (learning rates may change)"
             )
             return None
         made = Entry(key, self.settings)

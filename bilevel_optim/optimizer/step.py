@@ -79,7 +79,7 @@ class DrawInputs:
     """Inputs that determine a step's draws; of tensors, only their presence and shapes count.
 
     Attributes:
-        steps: steps made so far.
+        steps: steps made so far; in an update, this one too.
         numbers: plain numbers that change from step to step. In a declaration they include ``upper_terms`` and
             ``lower_terms`` of losses that are finite sums.
         memory: state of y from earlier steps, by name: tensors shaped like y.

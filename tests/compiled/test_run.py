@@ -300,6 +300,34 @@ class Marked(bo.SOBA):
         return replace(found, upper_memory={**found.upper_memory, **more})
 
 
+class Late(bo.SOBA):
+    """SOBA that leaves x where it is in its first steps."""
+
+    def update(self, x, gradient, inputs):
+        return super().update(x, gradient * (0.0 if inputs.steps < 20 else 1.0), inputs)
+
+
+class LateInKey(Late):
+    def _graph_key(self, steps, numbers):
+        return super()._graph_key(steps, numbers), steps + 1 < 20
+
+
+@pytest.mark.filterwarnings("ignore:steps run eagerly")
+def test_a_method_that_reads_the_number_of_steps_has_it_in_its_key():
+    """A graph would hold the number of the step that it was made for."""
+    ends = []
+    for cls, compiled in ((Late, False), (Late, True), (LateInKey, True)):
+        optimizer, losses, x, _ = problem(cls, BATCHES, BATCHES, compiled=False)
+        if compiled:
+            optimizer.compile(backend="eager")
+        optimizer.run(*losses, steps=30)
+        told = optimizer.diagnostics.get("compile_fallback", "")
+        assert ("inputs.steps" in told) == (compiled and cls is Late)
+        ends.append(x.detach().clone())
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=1e-12, atol=1e-12)
+
+
 def test_all_entries_of_the_state_are_written():
     """Steps of a kind that writes other entries end a chain."""
     found = []
