@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch._inductor as inductor
@@ -26,6 +28,7 @@ class Program:
     Args:
         call: the function.
         written: the code that Inductor has generated for a CPU. The first call makes a `SmallProgram` of it.
+        constants: tensors that the function takes before the arguments.
 
     Attributes:
         small: that, if the code was understood; ``call`` is its function then.
@@ -37,14 +40,17 @@ class Program:
         self,
         call: Callable[[list[Any]], Sequence[Any]],
         written: Callable[[list[Any]], Sequence[Any]] | None = None,
+        constants: Sequence[Tensor] = (),
     ) -> None:
-        self.call, self._written = call, written
+        self._made = call, written
+        self.call = partial(_after_constants, call, constants) if constants else call
+        self._written, self._constants = written, constants
         self.small: SmallProgram | None = None
         self.met: list[tuple[list[Any], Sequence[Any]]] | None = None  # arguments and results of calls, while wanted
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         if self._written is not None:
-            self.small, self._written = small_program(self._written, arguments), None
+            self.small, self._written = small_program(self._written, self._constants, arguments), None
             self.call = self.call if self.small is None else self.small.call
         if self.met is None:
             return self.call(arguments)
@@ -52,6 +58,14 @@ class Program:
         results = self.call(arguments)
         self.met.append((given, results))
         return results
+
+    def after(self, constants: Sequence[Tensor]) -> Program:
+        """Return the program that takes only the arguments after these ones."""
+        return Program(*self._made, constants)
+
+
+def _after_constants(call: Callable[[list[Any]], Sequence[Any]], constants: Sequence[Tensor], rest: list[Any]) -> Any:
+    return call([*constants, *rest])
 
 
 def maker_of(backend: str | Backend, mode: str | None, options: dict[str, Any] | None) -> Maker:
@@ -87,16 +101,24 @@ def maker_of(backend: str | Backend, mode: str | None, options: dict[str, Any] |
 
 
 def _innermost(inner: Sequence[Program], whole: Callable[..., Any], arguments: list[Tensor]) -> Program | None:
-    """Return the program that Inductor has made if it takes the same arguments and returns the same results."""
+    """Return the program that Inductor has made if it takes the same arguments and returns the same results.
+
+    It may take constants of the graph too.
+    """
     if len(inner) != 1:
         return None
     (program,) = inner
     program.met = []
-    results = whole(*arguments)
+    results = [whole(*arguments) for _ in range(2)]
     met, program.met = program.met, None
-    if len(met) != 1:
+    if len(met) != 2:
         return None
-    given, found = met[0]
-    same = len(given) == len(arguments) and len(found) == len(results)
-    same = same and all(a is b for a, b in zip(given, arguments, strict=True))
-    return program if same and all(a is b for a, b in zip(found, results, strict=True)) else None
+    n = len(met[0][0]) - len(arguments)
+    constants = met[0][0][:n]
+    for (given, found), own in zip(met, results, strict=True):
+        expected = [*constants, *arguments]
+        if len(given) != len(expected) or not all(map(is_, given, expected)):
+            return None
+        if len(found) != len(own) or not all(map(is_, found, own)):
+            return None
+    return program.after(constants) if constants else program

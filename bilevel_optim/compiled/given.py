@@ -14,7 +14,7 @@ from .draws import Sources
 __all__ = ["GivenData", "Recorded"]
 
 OTHERS = (
-    "a step draws other samples than an earlier step of the same kind, or than _draws of a method of your own declares, "
+    "a step draws other samples than an earlier step of the same kind, or than _draws of your method declares, "
     "so its graph has no inputs for them"
 )
 

@@ -11,6 +11,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from operator import getitem, itemgetter
 from types import FunctionType
 from typing import Any
@@ -60,8 +61,7 @@ class SmallProgram:
 
     def reusing(self, new: set[int]) -> Function:
         """Return the same function, whose small results keep memory of their own too, except those at the positions."""
-        returned = self._returned.items()
-        new_memory = {slot for slot, places in returned if not places.isdisjoint(new)}
+        new_memory = {slot for slot, places in self._returned.items() if not places.isdisjoint(new)}
         return self._calls.function(self._results, new_memory, self._returned.keys() - new_memory)
 
 
@@ -85,7 +85,7 @@ class _Calls:
         self._at = {id(t): k for k, t in enumerate(given)}
         self._given, self._allocate, self._view = len(given), allocate, view
         self._fixed = set[int]()  # entries known before the calls
-        self._made: list[tuple[Any, tuple[int, ...], int]] = []  # function, its operands, and its result
+        self._made: list[tuple[Any, tuple[int, ...], list[str], int]] = []  # function, operands, last names, result
         self._left = BYTES
         self.allocated: dict[int, Tensor] = {}
 
@@ -105,7 +105,7 @@ class _Calls:
                 raise _Unknown
             self.allocated[self._new(result)] = result
             return result
-        self._record(_with_names(function, [*named]) if named else function, operands, result)
+        self._record(function, operands, result, [*named])
         if isinstance(result, (tuple, list)):
             for k, part in enumerate(result):
                 self._record(getitem, (self.entry(result), self.entry(k)), part)
@@ -124,15 +124,15 @@ class _Calls:
         self._fixed.add(slot)
         return slot
 
-    def _record(self, function: Any, operands: tuple[int, ...], result: Any) -> int:
+    def _record(self, function: Any, operands: tuple[int, ...], result: Any, names: Sequence[str] = ()) -> int:
         slot = self._new(result)
-        self._made.append((function, operands, slot))
+        self._made.append((function, operands, [*names], slot))
         return slot
 
     def _new(self, value: Any) -> int:
         self._entries.append(value)
         if not isinstance(value, PLAIN) or (isinstance(value, tuple) and value):
-            self._at[id(value)] = len(self._entries) - 1
+            self._at.setdefault(id(value), len(self._entries) - 1)  # a call may return the tensor that it writes into
         return len(self._entries) - 1
 
     def forget_example(self) -> None:
@@ -149,11 +149,18 @@ class _Calls:
                 fixed.add(slot)
         allocated = [(slot, (tuple(t.shape), t.stride(), t.dtype)) for slot, t in self.allocated.items() if slot in new]
         calls = []  # a function, its first operands, a picker of the next ones, the last ones, and its result
-        for function, operands, slot in self._made:
+        for function, operands, names, slot in self._made:
             if function is self._view and fixed.issuperset(operands):
                 entries[slot] = function(*[entries[i] for i in operands])
                 fixed.add(slot)
             else:
+                if names:
+                    last = operands[-len(names) :]
+                    if fixed.issuperset(last):
+                        known_ones = {name: entries[i] for name, i in zip(names, last, strict=True)}
+                        function, operands = partial(function, **known_ones), operands[: -len(names)]
+                    else:
+                        function = _with_names(function, names)
                 at = [k for k, i in enumerate(operands) if i not in fixed] or [0]
                 begin, end = operands[: at[0]], operands[at[-1] + 1 :]
                 known = [tuple([entries[i] for i in some]) for some in (begin, end)]
@@ -185,14 +192,15 @@ class _Noted:
         return self._calls.noted(getattr(self._value, name))
 
 
-def small_program(call: Function, example: Sequence[Any]) -> SmallProgram | None:
+def small_program(call: Function, constants: Sequence[Tensor], example: Sequence[Any]) -> SmallProgram | None:
     """Return the function without allocations of intermediate results.
 
     None if its form is unknown, a result is large, or the numbers are others then.
 
     Args:
         call: the Python code that Inductor has generated around its kernels.
-        example: example arguments.
+        constants: its first arguments, which are the same in all calls.
+        example: an example of the others.
     """
     function: Any = getattr(call, "__func__", call)
     space = getattr(function, "__globals__", {})
@@ -206,11 +214,12 @@ def small_program(call: Function, example: Sequence[Any]) -> SmallProgram | None
         for name, part in space.items():
             if isinstance(part, FunctionType) and part.__code__.co_filename == function.__code__.co_filename:
                 own[name] = FunctionType(part.__code__, own)
-        results = FunctionType(function.__code__, own)(*[None] * (function.__code__.co_argcount - 1), [*given])
+        whole = [*map(calls.noted, constants), *given]
+        results = FunctionType(function.__code__, own)(*[None] * (function.__code__.co_argcount - 1), whole)
         program = SmallProgram(calls, results)
     except _Unknown:
         return None
-    right, first, second = call([*example]), program.call([*example]), program.call([*example])
+    right, first, second = call([*constants, *example]), program.call([*example]), program.call([*example])
     return program if _are_identical(right, first, example) and _are_identical(first, second, example) else None
 
 

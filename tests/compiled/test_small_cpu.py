@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 
+import bilevel_optim as bo
 from bilevel_optim.compiled.small_cpu import small_program
 
 # Code as Inductor writes it: a part that is called twice, views, results in memory that is used again, two in one.
@@ -85,7 +86,7 @@ def matrices(seed, n=4):
 def test_calls_are_those_of_the_code_for_other_arguments_too(tmp_path):
     call, allocated = generated(tmp_path)
     same = matrices(0)[0]
-    program = small_program(call, [same, same])
+    program = small_program(call, [], [same, same])
     for arguments in (matrices(1), matrices(2), [same, same]):
         right, expected = call([*arguments]), len(allocated)
         found = program.call([*arguments])
@@ -94,9 +95,33 @@ def test_calls_are_those_of_the_code_for_other_arguments_too(tmp_path):
         assert found[0].data_ptr() == found[1].data_ptr()
 
 
+def test_constants_come_before_the_arguments(tmp_path):
+    call, allocated = generated(tmp_path)
+    constant, example = matrices(0)
+    program = small_program(call, [constant], [example])
+    for seed in (1, 2):
+        right, expected = call([constant, matrices(seed)[1]]), len(allocated)
+        assert all(map(torch.equal, program.call([matrices(seed)[1]]), right))
+        assert len(allocated) == expected + 1
+
+
+def test_views_of_what_a_call_has_written_by_name_are_made_once(tmp_path):
+    """Such a call returns the tensor that it was given, which is no new one."""
+    line = "torch.add(buf9, buf7, out=buf9); multiply(reinterpret_tensor(buf9, (4, 4), (1, 4), 0), buf7, buf5)"
+    views = []
+    call, _ = generated(tmp_path, line=line)
+    call.__globals__["reinterpret_tensor"] = lambda *a: views.append(a) or torch.as_strided(*a)
+    program = small_program(call, [], matrices(0))
+    function = program.reusing(set())
+    views.clear()
+    found = function(matrices(1))
+    assert len(views) == 1  # of an argument
+    assert all(map(torch.equal, found, call(matrices(1))))
+
+
 def test_operands_in_lists_of_lists_are_those_of_the_call(tmp_path):
     call, _ = generated(tmp_path, line="multiply(first([[buf7]]), buf7, buf9)")
-    program = small_program(call, matrices(0))
+    program = small_program(call, [], matrices(0))
     assert all(map(torch.equal, program.call(matrices(1)), call(matrices(1))))
 
 
@@ -107,7 +132,7 @@ def test_the_example_is_let_go(tmp_path):
     call, allocated = generated(tmp_path)
     array = matrices(0)[0].numpy().view(Array)
     memory, example = weakref.ref(array), [torch.from_numpy(array), matrices(0)[1]]
-    program = small_program(call, example)
+    program = small_program(call, [], example)
     assert program is not None
     del array, example
     allocated.clear()
@@ -116,7 +141,7 @@ def test_the_example_is_let_go(tmp_path):
 
 def test_results_keep_memory_except_those_that_shall_not(tmp_path):
     call, _ = generated(tmp_path)
-    program = small_program(call, matrices(0))
+    program = small_program(call, [], matrices(0))
     for new in (set(), {2}, {0}, {1, 2}):
         function, other = program.reusing(new), program.reusing(new)
         first = function(matrices(1))
@@ -144,9 +169,27 @@ def test_results_keep_memory_except_those_that_shall_not(tmp_path):
 def test_code_of_an_unknown_form_is_left_as_it_is(tmp_path, line):
     torch.manual_seed(0)
     call, _ = generated(tmp_path, line=line)
-    assert small_program(call, matrices(0)) is None
+    assert small_program(call, [], matrices(0)) is None
 
 
 def test_so_is_code_with_large_results(tmp_path):
     call, _ = generated(tmp_path, n=200)
-    assert small_program(call, matrices(0, n=200)) is None
+    assert small_program(call, [], matrices(0, n=200)) is None
+
+
+def test_graphs_with_constants_are_recorded_too():
+    """The weights of F2SA's copies are tensors that its graph holds, which Inductor passes as first arguments."""
+    x, y = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    ends = []
+    for compiled in (False, True):
+        with torch.no_grad():
+            x.fill_(0.5), y.zero_()
+        optimizer = bo.F2SA([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2, order=2, nu=0.1)
+        if compiled:
+            optimizer.compile()
+        for _ in range(4):
+            optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x).square().sum())
+        ends.append(x.detach().clone())
+    torch.testing.assert_close(*ends)
+    ((_, reader),) = (one for entry in optimizer._captured.entries for one in entry.compiled)
+    assert reader.programs[0][1].program.small is not None
