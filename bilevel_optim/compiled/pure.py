@@ -182,17 +182,18 @@ class PureStep:
         )
 
 
+def _refuse(*values: Any) -> Any:
+    raise Refused(
+        "the method reads inputs.steps, which would be a constant of the graph: make _graph_key of the method depend on "
+        "it, or count in its state"
+    )
+
+
 class _Steps:
     """The number of steps in a graph that serves all steps: a method that reads it cannot be compiled like that."""
 
     def __add__(self, more: int) -> Self:
         return self
-
-    def _refuse(self, *others: Any) -> Any:
-        raise Refused(
-            "the method reads inputs.steps, which would be a constant of the graph: make _graph_key of the method "
-            "depend on it, or count in its state"
-        )
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _refuse
     __sub__ = __rsub__ = __radd__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _refuse
