@@ -184,8 +184,8 @@ class PureStep:
 
 def _refuse(*values: Any) -> Any:
     raise Refused(
-        "the method reads inputs.steps, which would be a constant of the graph: make _graph_key of the method depend on "
-        "it, or count in its state"
+        "the method reads inputs.steps, which would be a constant of the graph: make _graph_key of the method depend "
+        "on it, or count in its state"
     )
 
 
