@@ -102,13 +102,12 @@ class Chain:
             if source in columns:
                 (batches, indices), times = columns[source], self._times[source]
                 parts = _parts(batches, forms, memory)
-                if len(parts) < times:
-                    return []
+                count = min(count, len(parts) // times)
                 for k in range(times):
                     drawn += zip(*parts[k::times], strict=True)
                     drawn += [indices[k::times]] if indices else []
         drawn += random
-        return [*zip(*drawn, strict=False)] if drawn else [()] * count
+        return [*zip(*drawn, strict=False)][:count] if drawn else [()] * count  # batches may hold no tensors
 
     def follow(
         self, arguments: Sequence[Tensor], data: Sequence[Sequence[Tensor]]

@@ -417,6 +417,26 @@ def test_tuples_of_another_form_end_what_is_drawn_at_once(change):
         assert torch.allclose(alone, together, rtol=1e-6, atol=0)
 
 
+@pytest.mark.usually("lower")
+@pytest.mark.parametrize("level", ["lower", "upper", "sum"])
+def test_batches_without_tensors_end_what_is_drawn_at_once(level):
+    """A graph has the values of numbers, and no tensor tells how many steps may follow each other."""
+    numbers, others, found = [1.0] * 12 + [3.0] * 12, [batch.mean() for batch in BATCHES], []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.1, 0.5))
+        optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
+        if compiled:
+            optimizer.compile(backend="eager")
+        upper = bo.Objective(lambda b, y=y: (y - b).square().sum(), numbers if level == "upper" else others)
+        kind = bo.FiniteSum if level == "sum" else bo.Objective
+        lower = kind(lambda b, x=x, y=y: (y - b * x).square().sum(), others if level == "upper" else numbers)
+        found.append([optimizer.run(upper, lower, steps=32), x.detach(), y.detach()])
+        assert "compile_fallback" not in optimizer.diagnostics
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
 def test_batches_with_their_parts_in_another_order_end_what_is_drawn_at_once():
     """Their tensors have the same forms, but another meaning."""
     results = []
