@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, cycle
+from itertools import chain, cycle, islice, repeat
 from operator import itemgetter
 from typing import Any
 
@@ -107,7 +107,8 @@ class Chain:
                     drawn += zip(*parts[k::times], strict=True)
                     drawn += [indices[k::times]] if indices else []
         drawn += random
-        return [*zip(*drawn, strict=False)][:count] if drawn else [()] * count  # batches may hold no tensors
+        made: Iterable[Sequence[Tensor]] = zip(*drawn, strict=False) if drawn else repeat(())  # batches without tensors
+        return [*islice(made, count)]
 
     def follow(
         self, arguments: Sequence[Tensor], data: Sequence[Sequence[Tensor]]

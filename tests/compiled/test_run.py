@@ -682,6 +682,25 @@ def test_sparse_batches_are_taken_one_by_one():
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("kind", ["tuples", "random inputs"])
+def test_other_batches_in_the_memory_of_y_follow_it(kind):
+    """Tuples of tensors have a check of their own, and so have steps that are drawn one by one."""
+    found = []
+    for compiled in (False, True):
+        cls, arguments = (bo.SOBA, {}) if kind == "tuples" else (bo.TTSA, {"linear_steps": 3})
+        optimizer, (_, lower), x, y = problem(cls, BATCHES, BATCHES, compiled=compiled, **arguments)
+        if kind == "random inputs":  # beside a random term, they are drawn step by step
+            lower = bo.FiniteSum(lower.loss, BATCHES)
+        anchors = [(batch[0],) for batch in BATCHES[:5]] + [(y.detach(),)]
+        losses = bo.Objective(lambda own, y=y: (y - own[0]).square().sum() + (y**4).sum(), anchors), lower
+        torch.manual_seed(0)
+        kept = [optimizer.run(*losses, steps=k) for k in (5, 1, 30)]
+        assert "compile_fallback" not in optimizer.diagnostics
+        found.append([*kept, x.detach(), y.detach()])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("cls", [bo.SOBA, bo.AID])
 def test_batches_in_the_memory_of_y_follow_it(cls):
     """A batch that a later step of a run draws has the values that y has then."""
