@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, cycle
+from itertools import chain, cycle, islice, repeat
 from operator import itemgetter
 from typing import Any
 
@@ -102,13 +102,13 @@ class Chain:
             if source in columns:
                 (batches, indices), times = columns[source], self._times[source]
                 parts = _parts(batches, forms, memory)
-                if len(parts) < times:
-                    return []
+                count = min(count, len(parts) // times)
                 for k in range(times):
                     drawn += zip(*parts[k::times], strict=True)
                     drawn += [indices[k::times]] if indices else []
         drawn += random
-        return [*zip(*drawn, strict=False)] if drawn else [()] * count
+        made: Iterable[Sequence[Tensor]] = zip(*drawn, strict=False) if drawn else repeat(())  # batches without tensors
+        return [*islice(made, count)]
 
     def follow(
         self, arguments: Sequence[Tensor], data: Sequence[Sequence[Tensor]]

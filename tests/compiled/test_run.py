@@ -445,6 +445,26 @@ def test_tuples_of_another_form_end_what_is_drawn_at_once(change):
         assert torch.allclose(alone, together, rtol=1e-6, atol=0)
 
 
+@pytest.mark.usually("lower")
+@pytest.mark.parametrize("level", ["lower", "upper", "sum"])
+def test_batches_without_tensors_end_what_is_drawn_at_once(level):
+    """A graph has the values of numbers, and no tensor tells how many steps may follow each other."""
+    numbers, others, found = [1.0] * 12 + [3.0] * 12, [batch.mean() for batch in BATCHES], []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.1, 0.5))
+        optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
+        if compiled:
+            optimizer.compile(backend="eager")
+        upper = bo.Objective(lambda b, y=y: (y - b).square().sum(), numbers if level == "upper" else others)
+        kind = bo.FiniteSum if level == "sum" else bo.Objective
+        lower = kind(lambda b, x=x, y=y: (y - b * x).square().sum(), others if level == "upper" else numbers)
+        found.append([optimizer.run(upper, lower, steps=32), x.detach(), y.detach()])
+        assert "compile_fallback" not in optimizer.diagnostics
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
 def test_batches_with_their_parts_in_another_order_end_what_is_drawn_at_once():
     """Their tensors have the same forms, but another meaning."""
     results = []
@@ -686,6 +706,25 @@ def test_sparse_batches_are_taken_one_by_one():
         upper = bo.Objective(lambda b, y=y: (b @ (y - 1)[:, None]).square().sum(), batches[::-1])
         found.append([optimizer.run(upper, lower, steps=12), x.detach(), y.detach()])
         assert "compile_fallback" not in optimizer.diagnostics
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["tuples", "random inputs"])
+def test_other_batches_in_the_memory_of_y_follow_it(kind):
+    """Tuples of tensors have a check of their own, and so have steps that are drawn one by one."""
+    found = []
+    for compiled in (False, True):
+        cls, arguments = (bo.SOBA, {}) if kind == "tuples" else (bo.TTSA, {"linear_steps": 3})
+        optimizer, (_, lower), x, y = problem(cls, BATCHES, BATCHES, compiled=compiled, **arguments)
+        if kind == "random inputs":  # beside a random term, they are drawn step by step
+            lower = bo.FiniteSum(lower.loss, BATCHES)
+        anchors = [(batch[0],) for batch in BATCHES[:5]] + [(y.detach(),)]
+        losses = bo.Objective(lambda own, y=y: (y - own[0]).square().sum() + (y**4).sum(), anchors), lower
+        torch.manual_seed(0)
+        kept = [optimizer.run(*losses, steps=k) for k in (5, 1, 30)]
+        assert "compile_fallback" not in optimizer.diagnostics
+        found.append([*kept, x.detach(), y.detach()])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
 
