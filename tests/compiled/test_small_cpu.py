@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from bilevel_optim.compiled.backend import Program
 from bilevel_optim.compiled.small_cpu import small_program
 
 # Code as Inductor writes it: a part that is called twice, views, results in memory that is used again, two in one.
@@ -103,6 +104,12 @@ def test_constants_come_before_the_arguments(tmp_path):
         right, expected = call([constant, matrices(seed)[1]]), len(allocated)
         assert all(map(torch.equal, program.call([matrices(seed)[1]]), right))
         assert len(allocated) == expected + 1
+
+
+def test_they_come_first_where_no_calls_are_recorded_too():
+    constants, rest = matrices(0), matrices(1)
+    found = Program(lambda given: [*given]).after(constants)([*rest])
+    assert all(a is b for a, b in zip(found, [*constants, *rest], strict=True))
 
 
 def test_views_of_what_a_call_has_written_by_name_are_made_once(tmp_path):
