@@ -158,7 +158,7 @@ def watch_losses(
     """
     # Reading a loss on a device waits for the device.
     looks = losses.is_cpu or steps % LOOKS < losses.numel()
-    values = losses.reshape(-1).tolist() if looks else []
+    values: list[float] = [] if not looks else losses.tolist() if losses.dim() else [losses.item()]
     begins, ends = trend.count < WINDOW, len(trend.window) + len(values) >= WINDOW  # a window of losses
     if values and (begins or ends) and (here := slope()) is not None:
         trend.promised += here.norm * here.length * (len(values) if begins else max(len(values), WINDOW))
