@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..problem.objective import Objective, Sample
@@ -131,7 +132,8 @@ class _Given(Objective):
 def _weighted(loss: Callable[..., Any], weight: Tensor) -> Callable[..., Any]:
     def weighted(*arguments: Any) -> Any:
         value = loss(*arguments)
-        return value * weight.to(value.dtype)
+        kind = torch.promote_types(value.dtype, torch.float32)  # in which torch multiplies by a number
+        return (value.to(kind) * weight.to(kind)).to(value.dtype)
 
     return weighted
 

@@ -417,14 +417,17 @@ def test_terms_of_sums_are_drawn_at_once(kind):
     assert kind == "other sizes" or max(map(len, counted)) == 6
 
 
-@pytest.mark.parametrize("cls", [bo.SABA, bo.SRBA])
-def test_weights_of_terms_are_exact_whatever_the_default_type(cls):
-    """Seven rows in four terms: weights of 4/7 and 8/7, which float32 would round."""
+@pytest.mark.parametrize(
+    ("cls", "kind"), [(bo.SABA, torch.float64), (bo.SRBA, torch.float64), (bo.SABA, torch.bfloat16)]
+)
+def test_weights_of_terms_are_exact_whatever_the_type(cls, kind):
+    """Seven rows in four terms: weights of 4/7 and 8/7, which float32 (the default type) and bfloat16 would round."""
     rows, results = torch.cat(BATCHES)[:7], []
     torch.set_default_dtype(torch.float32)
     for compiled in (False, True):
         optimizer, losses, x, y = problem(cls, BATCHES, BATCHES, compiled=compiled)
-        terms = [bo.FiniteSum(own.loss, rows, 2, generator=seeded(k)) for k, own in enumerate(losses)]
+        plain = [lambda rows, loss=own.loss: loss(rows).to(kind) for own in losses]
+        terms = [bo.FiniteSum(loss, rows, 2, generator=seeded(k)) for k, loss in enumerate(plain)]
         found = torch.cat([optimizer.step(*terms).reshape(1), optimizer.run(*terms, steps=20)])
         results.append(torch.cat([x.detach(), y.detach(), found]))
     torch.testing.assert_close(*results, rtol=1e-13, atol=1e-13)
