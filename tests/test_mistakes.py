@@ -504,7 +504,10 @@ def test_small_mistakes_have_their_own_sentences():
     x, y = torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)
     with pytest.raises(AttributeError, match=r"no attribute 'Adam': take upper_optimizer=torch\.optim\.Adam for x"):
         bo.Adam  # noqa: B018
-    with pytest.raises(TypeError, match=r"AID: missing a required argument: 'lower_steps' \(10 is usual; bo\.suggest"):
+    with pytest.raises(
+        TypeError,
+        match=r"AID: missing a required argument: 'lower_steps' \(10 is usual; bo\.suggest compares some for AID",
+    ):
         bo.AID([x], [y], lr=0.1)
     with pytest.raises(ValueError, match=r"upper parameter 0 of shape \(2,\) is the result of an operation"):
         bo.AID([x * 2], [y], lr=0.1, lower_steps=1)

@@ -321,7 +321,9 @@ def argument_error(
             "everything else by name, such as lr=..."
         )
     if not unknown:
-        usual = " (10 is usual; bo.suggest tries some)" if "'lower_steps'" in str(error) else ""
+        usual = (
+            " (10 is usual; bo.suggest compares some for AID, ITD and F2SA)" if "'lower_steps'" in str(error) else ""
+        )
         return TypeError(f"{name}: {error}{usual}")
     texts = [f"{name} has no option {option!r}{_hint(option, [*known])}" for option in unknown]
     return TypeError("\n".join(texts))

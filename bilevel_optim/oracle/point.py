@@ -200,8 +200,9 @@ class Point:
 
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """Call a sample's function on its arguments, or on others, with the sample's random numbers."""
-        if torch.is_autocast_enabled(self.device.type):  # its copies of the weights outlive the values they have
-            torch.clear_autocast_cache()
+        # Copies of weights by autocast outlive the values they have; also those of an autocast in the loss, if the step
+        # is in another that is disabled or of another device.
+        torch.clear_autocast_cache()
         known = self.session.found.writes_seen
         try:
             if sample.once and known and not self.sharded and graph is torch.is_grad_enabled():

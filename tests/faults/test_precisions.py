@@ -249,3 +249,31 @@ def test_rounded_paths_are_told(how):
     ):
         optimizer.backward(lambda: residual().square().mean(), lambda: (x.exp() * residual().square()).mean())
     assert optimizer.metrics()["difference_error"] > 0.01
+
+
+@pytest.mark.parametrize("cls", [bo.AID, bo.ITD, bo.F2SA])
+def test_autocast_in_a_loss_sees_the_present_weights_within_a_disabled_one(cls):
+    """Autocast forgets its copies of weights only at the end of the outermost context, which may be a disabled one."""
+    inputs = torch.randn(20, 4, dtype=torch.float, generator=torch.Generator().manual_seed(0))
+
+    def run(outer):
+        torch.manual_seed(1)
+        model, weights = torch.nn.Linear(4, 3, dtype=torch.float), torch.zeros(10, requires_grad=True)
+
+        def errors(part):
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(inputs[part])
+            return (outputs.float() - 1).square().mean(1)
+
+        optimizer = cls([weights], model.parameters(), lr=1.0, lower_lr=0.3, lower_steps=5)
+        for step in range(3):
+            with outer if step else torch.enable_grad():
+                optimizer.step(
+                    lambda: errors(slice(10, 20)).mean(),
+                    lambda: (weights.sigmoid() * errors(slice(10))).mean() + 0.1 * model.weight.square().sum(),
+                )
+        return [weights.detach(), *(p.detach() for p in model.parameters())]
+
+    expected = run(torch.enable_grad())
+    for outer in (torch.autocast("cpu", torch.bfloat16, enabled=False), torch.autocast("cuda", enabled=False)):
+        assert all(map(torch.equal, run(outer), expected))

@@ -1,6 +1,7 @@
 """Stochastic methods: against literal loops on the same draws, in their neighbourhoods, and by evaluations."""
 
 import itertools
+import warnings
 from functools import partial
 
 import pytest
@@ -496,3 +497,21 @@ def test_a_finite_sum_can_be_checked():
     saba = bo.SABA(p.x, p.y, lr=0.0, lower_lr=0.1)
     p.run(saba, 250)
     assert bo.check_hypergradient(saba, p.upper, p.lower, rtol=1e-3).relative_error < 1e-3
+
+
+@pytest.mark.parametrize("cls", [bo.SOBA, bo.FSLA, bo.SABA])
+def test_a_running_linear_system_that_diverges_gives_one_warning(cls):
+    curvature = torch.tensor([0.1, 1.0, 10.0], dtype=torch.double)
+    x = torch.ones(3, dtype=torch.double, requires_grad=True)
+
+    def told(linear_lr):
+        y = torch.zeros(3, dtype=torch.double, requires_grad=True)
+        optimizer = cls([x], [y], lr=0.1, lower_lr=0.05, linear_lr=linear_lr)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(100):
+                optimizer.backward(lambda: (y - 2).square().sum() / 2, lambda: (curvature * (y - x).square()).sum() / 2)
+        return [str(one.message) for one in caught if "the running solution v" in str(one.message)]
+
+    assert told(0.19) == []
+    assert len(told(0.25)) == 1
