@@ -1,5 +1,7 @@
 """`bo.solve`: closed forms, differences, many uses, and what it says if there is nothing to solve."""
 
+import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -968,3 +970,24 @@ def test_a_minimum_at_zero_and_a_flat_one_are_minima(begin, power, dtype):
     """There the gradient is as small, relative to that at the start, as where y runs away."""
     y = bo.solve(lambda x, y: y.pow(power).sum(), torch.ones(3, dtype=dtype), torch.full((3,), begin, dtype=dtype))
     assert float(y.norm()) <= 1e-2 * max(begin, 1e-9)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_autocast_in_a_loss_sees_the_present_y_within_another(enabled):
+    """Autocast forgets its copies of y only at the end of the outermost context."""
+    inputs, targets = torch.randn(30, 6, generator=seeded(0)).float(), torch.randn(30, generator=seeded(1)).float()
+
+    def gap(x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = (inputs @ y)[:, 0]
+        return (outputs.float() - targets).square().mean() + (x.exp() * y[:, 0].square()).sum()
+
+    found = []
+    for outer in (nullcontext(), torch.autocast("cpu", torch.bfloat16, enabled=enabled)):
+        x = torch.zeros(6, requires_grad=True, dtype=torch.float)
+        with outer, warnings.catch_warnings():
+            warnings.simplefilter("ignore", bo.BilevelWarning)  # bfloat16 leaves a gradient
+            y = bo.solve(gap, x, torch.zeros(6, 1, dtype=torch.float))
+            y.sum().backward()
+        found.append([y.detach(), x.grad])
+    torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -195,6 +195,7 @@ class _Problem:
         return ys[0] if self.one_y else tuple(ys)
 
     def value(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
+        torch.clear_autocast_cache()  # its copies outlive the values they have, within an outer autocast
         found = self.loss(xs[0] if self.one_x else tuple(xs), self.structured(ys))
         if not isinstance(found, Tensor) or found.dim():
             shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__

@@ -82,7 +82,7 @@ from .options import (
     option,
     signature_of,
 )
-from .progress import DIVERGES, STILL, StepLength, watch_losses, watch_moves
+from .progress import DIVERGES, LOOKS, RIGHT_SIDE, STILL, SYSTEM, StepLength, watch_losses, watch_moves, watch_system
 from .step import (
     CURVATURE,
     FACTOR,
@@ -635,10 +635,16 @@ class Method(Options, Optimizer, ABC):
         return solved
 
     def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:
-        """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
+        """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``.
+
+        Or if the solution of a linear system that is carried from step to step diverges.
+        """
         if not self._one_loss and self.check_finite:
             state = self._run_state
             watch_losses(state.upper_trend, state.warned, state.steps, losses, self._slope if moves else lambda: None)
+            if RIGHT_SIDE in self._diagnostics:
+                every = SYSTEM if losses.is_cpu else LOOKS
+                watch_system(state.system_trend, state.warned, state.steps, every, lambda: self.diagnostics)
 
     def _watch_moves(self, loss: float, before: Sequence[Vector]) -> None:
         """Warn if x, or y under LBFGS, hardly moved, or if x overshot; ``before`` has the values before the step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +13,16 @@ from torch import Tensor
 from ..errors import warn
 from ..problem.vector import Vector
 
-__all__ = ["DIVERGES", "STILL", "StepLength", "UpperTrend", "watch_losses", "watch_moves"]
+__all__ = [
+    "DIVERGES",
+    "STILL",
+    "StepLength",
+    "SystemTrend",
+    "UpperTrend",
+    "watch_losses",
+    "watch_moves",
+    "watch_system",
+]
 
 STILL = 20  # number of the step that checks whether x and y move
 CALIBRATION = 2  # losses after the first that set the scale of losses
@@ -23,6 +32,8 @@ WINDOW = 20  # upper losses in a window
 LITTLE, MUCH = 1e-9, 1e-3  # relative changes of the upper loss: by a step, and by one as long as max(|x|, 1)
 SOLVED = 1e-6  # part of the first upper loss, below which only rounding is left
 LOOKS = 100  # steps between checks of the upper loss on an accelerator
+SYSTEM, FAR = 10, 100.0  # steps between looks at a running linear system; |b - H v| that is far, in units of |b|
+RIGHT_SIDE = "linear_right_side"  # |b| among the diagnostics of methods that have such a system
 DIVERGES = "Use a smaller lr (a tenth of it to begin with), or let bo.suggest find a stable one"
 
 
@@ -173,6 +184,48 @@ def watch_losses(
                 f"{said}: the run makes the upper loss worse, unless y started where f is less than at y*(x). "
                 f"{DIVERGES}"
             )
+
+
+@dataclass
+class SystemTrend:
+    """Trend of a linear system whose solution v a method carries from step to step.
+
+    Attributes:
+        step: number of steps at the last look.
+        scale: the largest |b| that was seen.
+        far: number of looks in a row at which |b - H v| was far above that: noise stays below now and then.
+    """
+
+    step: int = 0
+    scale: float = 0.0
+    far: int = 0
+
+
+def watch_system(
+    trend: SystemTrend, warned: set[str], steps: int, every: int, figures: Callable[[], Mapping[str, Tensor]]
+) -> None:
+    """Warn once if v diverges.
+
+    Args:
+        trend: that of earlier looks; it changes.
+        warned: keys of earlier warnings; it changes.
+        steps: number of steps made.
+        every: steps between looks.
+        figures: returns the diagnostics of the last step.
+    """
+    if steps - trend.step < every or "runaway system" in warned:
+        return
+    last = figures()
+    trend.step, trend.scale = steps, max(trend.scale, float(last[RIGHT_SIDE]))
+    trend.far = trend.far + 1 if float(last["linear_residual"]) > FAR * trend.scale else 0
+    if trend.far == 3:
+        warned.add("runaway system")
+        warn(
+            f"the running solution v of the linear system diverges: at the last three looks |b - H v| was above "
+            f"{FAR:g} times the largest |b| so far, so the hypergradient is wrong. Use a smaller linear_lr (by default "
+            "the lower learning rate), below 2 / L with L the largest eigenvalue of the lower Hessian. If that has "
+            "negative eigenvalues, no rate helps: use AID with linear_solver='minres', or F2SA"
+        )
 
 
 def watch_moves(

@@ -28,7 +28,7 @@ from ..problem.objective import version_of
 from ..problem.random import default_state, set_default_state
 from ..problem.vector import Vector, is_sharded
 from ..solvers.lower import Memory
-from .progress import UpperTrend
+from .progress import SystemTrend, UpperTrend
 from .step import Update
 
 __all__ = [
@@ -413,6 +413,7 @@ class RunState:
         last_loss: result of the last step.
         trend: trend of lower solves.
         upper_trend: trend of the upper loss.
+        system_trend: trend of a linear system whose solution is carried on.
         written: version of each upper tensor at the end of `backward`, by id.
         spent: a ``.grad`` of x that has moved it, in a step with losses.
         kinds: types of all parameters when the state was made.
@@ -426,6 +427,7 @@ class RunState:
     last_loss: Tensor | None = None
     trend: LowerTrend = field(default_factory=LowerTrend)
     upper_trend: UpperTrend = field(default_factory=UpperTrend)
+    system_trend: SystemTrend = field(default_factory=SystemTrend)
     written: dict[int, int] = field(default_factory=dict)
     spent: Spent | None = None
     kinds: tuple[torch.dtype, ...] | None = None

@@ -30,13 +30,6 @@ Evaluation = Callable[[Sequence[Vector], Sequence[Vector | None]], AbstractConte
 _NONE = Kept({}, Buffers(complete=True))
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
 STREAK = 10  # lower solves in a row that must agree before a warning
-FAR = 100.0  # residual of a running linear system over its largest right-hand side: noise stays below in some steps
-RUNAWAY = (
-    "the running solution v of the linear system diverges: in each of the last 20 steps |b - H v| was above 100 times "
-    "the largest |b| so far, so the hypergradient is wrong. Use a smaller linear_lr (by default the lower learning "
-    "rate), below 2 / L with L the largest eigenvalue of the lower Hessian. If that has negative eigenvalues, no rate "
-    "helps: use AID with linear_solver='minres', or F2SA"
-)
 
 
 Message = str | Callable[[], str]  # or a function that makes it when needed
@@ -238,8 +231,6 @@ class LowerTrend:
         swung: number in a row that ended with gradients that pointed against each other and did not get smaller.
         kinked: number that ended with gradients against each other, less three times the number that did not.
         largest: the largest norm at the end of a solve.
-        scale: the largest right-hand side of the linear system, in methods that carry its solution from step to step.
-        apart: number of last steps in a row whose residual of that system was far above it.
         text: description of the trend, for the warning.
     """
 
@@ -249,15 +240,7 @@ class LowerTrend:
     swung: int = 0
     kinked: int = 0
     largest: float = 0.0
-    scale: float = 0.0
-    apart: int = 0
     text: str = ""
-
-    def note_system(self, residual: float, right_side: float) -> bool:
-        """Note the norms of b - H v and b in a step of a single loop; return True to warn."""
-        self.scale = max(self.scale, right_side)
-        self.apart = self.apart + 1 if residual > FAR * self.scale else 0
-        return self.apart >= 2 * STREAK
 
     def note_solve(self, first: float, last: float, turn: float) -> bool:
         """Note the norms of a solve's first and last gradient and the product of its last two; return True to warn.
@@ -394,12 +377,6 @@ class Session:
                 "(torch.distributed.broadcast)"
             )
         self.found.ranks_agree = True
-
-    def watch_system(self, residual: Vector, right_side: Vector) -> None:
-        """Warn if a running solution of the linear system stays far away for many steps; compiled steps do not look."""
-        if not is_tracing():
-            norms = residual.norm(), right_side.norm()
-            self.checks.alert_if("runaway system", RUNAWAY, self.trend.note_system, *norms)
 
     def require_reached(self, gradients: Sequence[Tensor | None], names: Callable[[], Iterable[str]]) -> None:
         """Raise if the lower loss leaves out a lower parameter or, after the first step, all of them.

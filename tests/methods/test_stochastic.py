@@ -499,18 +499,24 @@ def test_a_finite_sum_can_be_checked():
     assert bo.check_hypergradient(saba, p.upper, p.lower, rtol=1e-3).relative_error < 1e-3
 
 
-@pytest.mark.parametrize("cls", [bo.SOBA, bo.FSLA, bo.SABA])
-def test_a_running_linear_system_that_diverges_gives_one_warning(cls):
+@pytest.mark.parametrize(
+    ("cls", "how"),
+    [(bo.SOBA, "eager"), (bo.FSLA, "eager"), (bo.SABA, "eager"), (bo.SOBA, "compiled"), (bo.SOBA, "run")],
+)
+def test_a_running_linear_system_that_diverges_gives_one_warning(cls, how):
     curvature = torch.tensor([0.1, 1.0, 10.0], dtype=torch.double)
     x = torch.ones(3, dtype=torch.double, requires_grad=True)
 
     def told(linear_lr):
         y = torch.zeros(3, dtype=torch.double, requires_grad=True)
-        optimizer = cls([x], [y], lr=0.1, lower_lr=0.05, linear_lr=linear_lr)
+        optimizer = cls([x], [y], lr=0.0, lower_lr=0.05, linear_lr=linear_lr)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for _ in range(100):
-                optimizer.backward(lambda: (y - 2).square().sum() / 2, lambda: (curvature * (y - x).square()).sum() / 2)
+            if how != "eager":
+                optimizer.compile(backend="eager")
+            losses = lambda: (y - 2).square().sum() / 2, lambda: (curvature * (y - x).square()).sum() / 2
+            for _ in range(10 if how == "run" else 100):
+                optimizer.run(*losses, steps=10) if how == "run" else optimizer.step(*losses)
         return [str(one.message) for one in caught if "the running solution v" in str(one.message)]
 
     assert told(0.19) == []

@@ -139,7 +139,6 @@ class SABA(SingleLoop):
         g = _averaged(oracle, inputs, "lower", lower)
         residual = g.directions["product"] - f.directions["adjoint"]
         oracle.checks.finite("hvp", residual)
-        oracle.session.watch_system(residual, f.directions["adjoint"])
         _, moved = inputs.step_along(oracle, g.directions["lower"])
         solution = {"linear_solution": v - residual * rates} if self.warm_start else {}
         estimate = Estimate(

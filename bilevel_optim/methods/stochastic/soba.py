@@ -104,7 +104,6 @@ class SOBA(SingleLoop):
         with oracle.lower_system(zeta) as system:
             cross, product = system.both(v)
         residual = product - grad_y
-        oracle.session.watch_system(residual, grad_y)
         _, moved = inputs.step_along(oracle, system.gradient)
         memory = {"linear_solution": v.descended(residual, rates)} if self.warm_start else {}
         estimate = Estimate(
@@ -212,7 +211,6 @@ class FSLA(SingleLoop):
         with oracle.lower_system(zeta, gradient=False) as system:
             residual = system.hvp(v) - grad_y
         oracle.checks.finite("hvp", residual)
-        oracle.session.watch_system(residual, grad_y)
         return v - residual * rates, residual, grad_y
 
 
