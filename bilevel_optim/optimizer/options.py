@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, dataclass_transform
 
 import torch
@@ -185,10 +186,7 @@ def _valid_option(valid: Callable[[Any], bool], what: str, optional: bool, **res
 
 def choice(*values: str, default: Any = REQUIRED, or_positive: bool = False, alias: str | None = None) -> Any:
     """Declare one of these words; or a positive number if ``or_positive``."""
-
-    def check(name: str, value: Any) -> None:
-        require_choice(name, value, values, or_positive=or_positive)
-
+    check = partial(require_choice, choices=values, or_positive=or_positive)
     return Option(check=check, default=default, alias=alias)
 
 

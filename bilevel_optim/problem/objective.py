@@ -16,15 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..pytree import tree_leaves, tree_map
 from ..tracing import is_tracing, span
-from .random import (
-    RandomState,
-    default_state,
-    generators_of,
-    require_replayable,
-    set_default_state,
-    set_states,
-    states_of,
-)
+from .random import RandomState, default_state, generators_of, preserve_rng, set_states, states_of
 
 __all__ = [
     "Ahead",
@@ -626,20 +618,9 @@ class Sample:
         if is_tracing():
             return nullcontext()
         if self._random:
-            return _replayed(device, self._random[0])
+            return preserve_rng(device, self._random[0])
         self._random.append(default_state(device))
         return nullcontext()
-
-
-@contextmanager
-def _replayed(device: torch.device, state: RandomState) -> Generator[None]:
-    require_replayable(device, state)
-    present = default_state(device)
-    set_default_state(device, state)
-    try:
-        yield
-    finally:
-        set_default_state(device, present)
 
 
 def require_fit(loss: Callable[..., Any], arguments: Sequence[Any], error: TypeError) -> None:
