@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from ..problem.vector import Vector
 from ..pytree import tree_leaves
 from ..solvers.lower import LowerRule
 from .auto_rate import with_measured_rates
-from .step import FACTOR
+from .step import FACTOR, lower_gradient
 
 __all__ = ["lower_solution", "number_of_steps", "objective_of", "require_tasks_alone"]
 
@@ -96,12 +97,7 @@ def lower_solution(
         oracle, _, rule_for, *_ = with_measured_rates(oracle.at(lower=start), groups, rule_for, curvature, exact=exact)
     start = start.detach().clone()
     rule = rule_for(start)
-
-    def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
-        sample = oracle.g.draw(once=rule.evaluates_once)
-        return lambda y: oracle.at(lower=y).lower(sample)
-
-    found = rule.run(start, rule.fresh(), steps, draw).y
+    found = rule.run(start, rule.fresh(), steps, partial(lower_gradient, oracle, rule)).y
     if check_finite:
         oracle.checks.finite("lower_grad", found)
         oracle.checks.verify(at, set())

@@ -181,9 +181,7 @@ def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
         if own is None:
             option = f", or an {level}_optimizer that has a rate" if level == "upper" else ""
             raise TypeError(f"{method}: missing a required argument: {name!r}{option}")
-        rate = (
-            own.detach() if isinstance(own, Tensor) else own
-        )  # `LowerRule` takes that of the optimizer, if it has a graph
+        rate = own  # `LowerRule` takes that of the optimizer, if it has a graph
     elif sets and own != rate:
         raise ValueError(
             f"Invalid {name} value: {rate} (the {level}_optimizer sets lr={own} itself; leave one of the two out)"
@@ -206,10 +204,14 @@ def place_of_counts(factory: Factory, group: Mapping[str, Any], parameter: torch
 
 
 def own_rate(factory: Factory) -> tuple[Any, bool]:
-    """Return the rate of an optimizer made from groups without one, or None, and whether its factory sets it."""
+    """Return the rate of an optimizer made from groups without one, or None, and whether its factory sets it.
+
+    A rate that is a tensor is returned without its graph.
+    """
     try:
         made = probe(factory)
         rate = made.param_groups[0].get("lr")
+        rate = rate.detach() if isinstance(rate, Tensor) else rate
     except Exception:  # it needs a rate; other errors come again when it is made with one
         return None, False
     default = inspect.signature(type(made)).parameters.get("lr")

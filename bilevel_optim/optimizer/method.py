@@ -56,7 +56,7 @@ from .auto_rate import (
     lower_rate,
     with_measured_rates,
 )
-from .checkpoint import COUNTS, OWN, initial_state, initialises
+from .checkpoint import OWN, initial_state, initialises
 from .declaration import UNDECLARED, MethodInfo, register
 from .lower_checks import (
     LowerChecks,
@@ -97,6 +97,7 @@ from .step import (
 )
 from .task_mean import task_mean
 from .transaction import (
+    COUNTS,
     SOLVER,
     UPPER_SOLVER,
     Action,
