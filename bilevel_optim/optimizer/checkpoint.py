@@ -131,7 +131,7 @@ def unpacked(state_dict: dict[str, Any], device: torch.device = CPU) -> tuple[di
             f"the state dict is damaged: its list of saved tensors should hold names with counts, but is "
             f"{str(kept)[:80]}; {INTACT}"
         )
-    kept = {} if own.get("placeholders") else own["kept"]
+    kept = {} if own.get("placeholders") else kept
     state: dict[Any, dict[str, Any]] = {}
     for group in state_dict["param_groups"]:
         names = kept.get(group.get("level"), {})
@@ -440,8 +440,6 @@ def _step(twin: Any, tasks: Any) -> None:
 
     if twin._one_loss:
         twin.step(lambda: shift().square() - lower())
-    elif tasks is None:
-        twin.step(upper, lower)
     else:
         twin.step(upper, lower, tasks=tasks)
 

@@ -32,7 +32,6 @@ __all__ = [
     "rate_of",
     "require_given_gradient",
     "require_optimizer",
-    "require_unlimited",
 ]
 
 Factory = Callable[[Any], Optimizer]
@@ -65,9 +64,16 @@ class LowerChecks:
         made = self.probe()
         return not isinstance(made, NOT_ELEMENTWISE) and (is_known(made) or acts_elementwise(self.factory, self.lr))
 
-    def require(self, kind: str) -> None:
-        """Raise unless the optimizer is of this kind, a value of `MethodInfo.lower_optimizer`."""
-        if kind == "elementwise":
+    def require(self, kind: str, limits: Limits, method: str) -> None:
+        """Raise unless the optimizer is of this kind, a value of `MethodInfo.lower_optimizer`, and takes the limits."""
+        if kind == "none":
+            for name, value in (("lower_clip", limits.clip), ("lower_projection", limits.projection)):
+                if value is not None:
+                    raise ValueError(
+                        f"Invalid {name} value: {value} ({method} makes its lower steps itself, without limits; leave "
+                        "it out)"
+                    )
+        elif kind == "elementwise":
             self.require_elementwise()
         elif kind == "differentiable":
             self._require_differentiable()
@@ -196,8 +202,7 @@ def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
 
 def place_of_counts(factory: Factory, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device | None:
     """Return the device of a torch optimizer's step counts for a parameter; None if its options do not determine it."""
-    dummy = torch.zeros(1, 1, device="cpu", requires_grad=True)
-    options = {**factory([{"params": [dummy], "lr": group["lr"]}]).param_groups[0], **group}
+    options = {**probe(factory, group["lr"]).param_groups[0], **group}
     if not {"capturable", "fused"} & options.keys():
         return None
     return parameter.device if options.get("capturable") or options.get("fused") else torch.device("cpu")
@@ -252,12 +257,3 @@ def require_given_gradient(made: Optimizer, level: str, why: str) -> None:
             f"Invalid {level}_optimizer value: {type(made).__name__} evaluates gradients at points of its own, but "
             f"{why}; use an optimizer that needs only that, such as SGD or Adam"
         )
-
-
-def require_unlimited(limits: Limits, method: str) -> None:
-    """Raise if lower steps have limits, for a method that makes its lower steps itself."""
-    for name, value in (("lower_clip", limits.clip), ("lower_projection", limits.projection)):
-        if value is not None:
-            raise ValueError(
-                f"Invalid {name} value: {value} ({method} makes its lower steps itself, without limits; leave it out)"
-            )

@@ -25,7 +25,6 @@ __all__ = [
     "FROM_ONE",
     "FROM_ZERO",
     "GENERATOR",
-    "POSITIVE",
     "TRUE_OR_FALSE",
     "InitVar",
     "Options",
@@ -45,7 +44,6 @@ __all__ = [
 
 REQUIRED = inspect.Parameter.empty
 GENERATOR = "Invalid {name} value: {value} (it must be a torch.Generator or None)"
-POSITIVE = "Invalid {name} value: {value} (it must be a finite number above 0)"
 FROM_ONE = "Invalid {name} value: {value} (it must be an integer of at least 1)"
 FROM_ZERO = "Invalid {name} value: {value} (it must be a finite number of at least 0)"
 TRUE_OR_FALSE = "Invalid {name} value: {value} (it must be True or False)"

@@ -170,7 +170,10 @@ class Objective:
             return [self.sample()]
         random, states = torch.get_rng_state(), states_of(self._own())
         try:
-            batches = [batch if self._lasting else self._kept(batch) for batch in islice(_apart(self.data), most)]
+            batches = [
+                batch if self._lasting else self._kept(batch)
+                for batch in islice(_twin(self.data, persistent_workers=False), most)
+            ]
         finally:
             torch.set_rng_state(random)
             set_states(self._own(), states)
@@ -402,10 +405,8 @@ class Objective:
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterators cannot be copied: a copy continues at its position, as after loading a state.
-        own = {**self.__dict__, "_features": None, "_last": None, "_generators": None, "_pass": None, "_iterator": None}
-        if getattr(self.data, "persistent_workers", False):
-            own["data"] = _twin(self.data)
-        return own
+        anew = dict.fromkeys(("_features", "_last", "_generators", "_pass", "_iterator"))
+        return {**self.__dict__, **anew, "data": _twin(self.data)}
 
     def __repr__(self) -> str:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
@@ -422,23 +423,15 @@ def _code_of(loss: Any) -> Any:
     return loss.__code__
 
 
-def _apart(data: Any) -> Any:
-    """Return data whose ``iter`` leaves other iterators alone.
+def _twin(data: Any, **changes: Any) -> Any:
+    """Return a copy of a loader with persistent workers, with changed attributes; other data as they are.
 
-    A loader with persistent workers has one iterator, which ``iter`` restarts. So return a copy of the loader, which
-    has workers of its own for as long as it lives.
+    Such a loader has one iterator, which ``iter`` restarts. The copy has workers of its own, which have not started.
     """
     if not getattr(data, "persistent_workers", False):
         return data
-    own = _twin(data)
-    own.__dict__["persistent_workers"] = False
-    return own
-
-
-def _twin(loader: Any) -> Any:
-    """Return a copy of a loader with persistent workers, whose own workers have not started."""
-    own = copy.copy(loader)
-    own._iterator = None
+    own = copy.copy(data)
+    own.__dict__.update(changes, _iterator=None)
     return own
 
 

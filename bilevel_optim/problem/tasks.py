@@ -20,7 +20,6 @@ __all__ = [
     "TaskDraws",
     "TaskSampler",
     "TensorTasks",
-    "Whole",
     "as_start",
     "draw",
     "draw_apart",
