@@ -122,7 +122,7 @@ class Objective:
         ``once`` promises a single evaluation, so that the random state need not be kept.
         """
         if self.accumulate == 1:
-            arguments = () if self.data is None else self.arguments()
+            arguments = () if self.data is None else (self._batch(),)
             if self.features is None:
                 return Sample(self.loss, arguments, once=once)
             return self.sample(*arguments, once=once)
@@ -138,18 +138,16 @@ class Objective:
         """
         return [self.draw() for _ in range((most if is_tracing() else int(count)) + 1)]
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Draw the arguments of the next call of the loss: the next batch, or nothing without data."""
-        if self.data is None:
-            return ()
+    def _batch(self) -> Any:
+        """Draw the next batch."""
         with span("draw"):
-            return (self._moved(self._next()),)
+            return self._moved(self._next())
 
     def take(self, times: int) -> list[Any]:
         """Return the next ``times`` batches."""
         data = self.data
         if type(data) is not list and type(data) is not tuple:
-            return [self.arguments()[0] for _ in range(times)]
+            return [self._batch() for _ in range(times)]
         found = self._of_list(data, times)
         if self.device is None:
             return found
