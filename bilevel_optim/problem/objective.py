@@ -122,7 +122,7 @@ class Objective:
         ``once`` promises a single evaluation, so that the random state need not be kept.
         """
         if self.accumulate == 1:
-            arguments = () if self.data is None else (self._batch(),)
+            arguments = () if self.data is None else (self._draw_batch(),)
             if self.features is None:
                 return Sample(self.loss, arguments, once=once)
             return self.sample(*arguments, once=once)
@@ -138,7 +138,7 @@ class Objective:
         """
         return [self.draw() for _ in range((most if is_tracing() else int(count)) + 1)]
 
-    def _batch(self) -> Any:
+    def _draw_batch(self) -> Any:
         """Draw the next batch."""
         with span("draw"):
             return self._moved(self._next())
@@ -147,7 +147,7 @@ class Objective:
         """Return the next ``times`` batches."""
         data = self.data
         if type(data) is not list and type(data) is not tuple:
-            return [self._batch() for _ in range(times)]
+            return [self._draw_batch() for _ in range(times)]
         found = self._of_list(data, times)
         if self.device is None:
             return found
