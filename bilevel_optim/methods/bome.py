@@ -118,7 +118,7 @@ class BOME(BilevelOptimizer):
         """Return the x part of the common direction as the estimate, and step y along its y part at once."""
         for _ in range(self.joint_steps - 1):
             oracle = self._settled(oracle, inputs)
-        ends, _ = inputs.without_lower_state().run_lower_steps(oracle, self.lower_steps)
+        ends, _ = inputs.with_lower_state({}).run_lower_steps(oracle, self.lower_steps)
         loss, f_x, f_y = oracle.upper(oracle.f.draw(once=True))
         sample = oracle.g.draw()
         value, g_x, g_y = oracle.lower_jointly(sample)
@@ -135,7 +135,7 @@ class BOME(BilevelOptimizer):
         """Return the oracle after a step of y alone, for which the gradient of q is that of g."""
         gap = torch.zeros((), device=oracle.device)
         ends = (
-            inputs.without_lower_state().run_lower_steps(oracle, self.lower_steps)[0]
+            inputs.with_lower_state({}).run_lower_steps(oracle, self.lower_steps)[0]
             if self.barrier == "value"
             else None
         )

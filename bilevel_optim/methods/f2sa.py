@@ -352,7 +352,7 @@ class F2SA(BilevelOptimizer):
         nodes = self._formula(inputs).nodes
         sound = estimate.memory["copies"].lane(nodes.index(min(j for j in nodes if j > 0)))
         return oracle.at(lower=sound), replace(
-            inputs.without_lower_state(), numbers={**inputs.numbers, "stencil": "forward"}
+            inputs.with_lower_state({}), numbers={**inputs.numbers, "stencil": "forward"}
         )
 
     def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -13,11 +12,8 @@ from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import is_count, require
 from ..problem.vector import Vector
 from ..pytree import tree_leaves
-from ..solvers.lower import LowerRule
-from .auto_rate import with_measured_rates
-from .step import FACTOR
 
-__all__ = ["lower_solution", "number_of_steps", "objective_of", "require_tasks_alone"]
+__all__ = ["beginning", "number_of_steps", "objective_of", "require_tasks_alone"]
 
 
 def number_of_steps(steps: int | None, usual: int | None, method: str) -> int:
@@ -58,65 +54,22 @@ def objective_of(lower: Loss, batch: Any) -> Objective:
     return Objective(task.loss, [batch], features=task.features)
 
 
-def lower_solution(
-    oracle: Oracle,
-    start: Vector,
-    tasks: Any,
-    steps: int,
-    groups: Sequence[dict[str, Any]],
-    rule_for: Callable[[Vector], LowerRule],
-    *,
-    curvature: Vector | None,
-    exact: bool,
-    check_finite: bool,
-    at: int,
-) -> Vector:
-    """Return y after lower steps from a start, with a fresh state.
-
-    Args:
-        oracle: oracle of the task's lower loss.
-        start: initial y.
-        tasks: data of many tasks, solved together; None: one task.
-        steps: number of steps.
-        groups: parameter groups of y.
-        rule_for: returns the lower optimizer's update for given tensors.
-        curvature: curvature vector of the last step, for rates that follow it; None if there is none.
-        exact: measure it by second derivatives; if False, by differences of gradients.
-        check_finite: raise `NonFiniteError` if the result is not finite.
-        at: number of the outer step that errors name.
-    """
-    if tasks is not None:
-        oracle, start = _stack_tasks(oracle, start, tasks)
-    elif [t.shape for t in start] != [t.shape for t in oracle.y]:
-        raise ValueError(
-            f"Invalid start: the lower parameters have shapes {[tuple(t.shape) for t in oracle.y]}, but start has "
-            f"{[tuple(t.shape) for t in start]}; pass one tensor of the same shape for each lower parameter"
-        )
-    if any([group.get(FACTOR, False) for group in groups]):
-        oracle, _, rule_for, *_ = with_measured_rates(oracle.at(lower=start), groups, rule_for, curvature, exact=exact)
-    start = start.detach().clone()
-    rule = rule_for(start)
-
-    def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
-        sample = oracle.g.draw(once=rule.evaluates_once)
-        return lambda y: oracle.at(lower=y).lower(sample)
-
-    found = rule.run(start, rule.fresh(), steps, draw).y
-    if check_finite:
-        oracle.checks.finite("lower_grad", found)
-        oracle.checks.verify(at, set())
-    return found
-
-
-def _stack_tasks(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, Vector]:
-    """Return one oracle for the lower problems of several tasks, and the stacked start.
+def beginning(oracle: Oracle, start: Vector, tasks: Any) -> tuple[Oracle, Vector]:
+    """Return the oracle of the lower problem, of all tasks as one if there are many, and the initial y.
 
     Args:
         oracle: oracle of one task's plain lower loss.
-        start: tensors shaped like y, shared by all tasks, or with a leading dimension for the tasks.
-        batches: data of the tasks: a pytree of tensors with a leading dimension for the tasks.
+        start: tensors shaped like y; with tasks these are shared by all, or have a leading dimension for them.
+        tasks: data of the tasks: a pytree of tensors with a leading dimension for the tasks. None: there is one task.
     """
-    leaves = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
+    if tasks is None:
+        if [t.shape for t in start] != [t.shape for t in oracle.y]:
+            raise ValueError(
+                f"Invalid start: the lower parameters have shapes {[tuple(t.shape) for t in oracle.y]}, but start has "
+                f"{[tuple(t.shape) for t in start]}; pass one tensor of the same shape for each lower parameter"
+            )
+        return oracle, start.detach().clone()
+    leaves = [t for t in tree_leaves(tasks) if isinstance(t, Tensor)]
     sizes = {len(t) if t.dim() else 0 for t in leaves}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
@@ -132,5 +85,5 @@ def _stack_tasks(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, V
             f"start has {[tuple(t.shape) for t in start]}; pass one tensor for each lower parameter, of its shape or "
             "with one row for each task"
         )
-    starts = Vector(s.detach().to(y).expand(n, *y.shape) for s, y in zip(start, oracle.y, strict=True))
-    return stacked(oracle, starts, lambda _: batches), starts
+    starts = Vector(s.detach().to(y).expand(n, *y.shape) for s, y in zip(start, oracle.y, strict=True)).clone()
+    return stacked(oracle, starts, lambda _: tasks), starts

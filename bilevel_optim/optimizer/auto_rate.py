@@ -76,7 +76,6 @@ def lower_rate(
         raise ValueError(f"Invalid lower_lr value: auto ({method} takes a number: {fixed})")
     own, sets = (None, False) if lower_factory is SGD else own_rate(lower_factory)
     if sets:
-        own = own.detach() if isinstance(own, Tensor) else own
         return rate_of("lower", own, given_factory, method), False
     made = probe(lower_factory, 1.0)
     if not is_known(made) or type(made) not in (SGD, AGD):  # only their rates scale as one over a curvature

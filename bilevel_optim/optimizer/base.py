@@ -19,14 +19,16 @@ from ..problem.objective import Loss, version_of
 from ..problem.parameters import by_level, is_count, require
 from ..problem.tasks import as_start
 from ..problem.vector import Vector
+from ..solvers.lower import LowerRule
 from . import adapt, checkpoint
+from .auto_rate import with_measured_rates
 from .checkpoint import OWN
 from .diagnostics import described, floats
 from .hooks import explain_bad_call, no_dynamo, with_hooks
 from .lower_checks import probe
 from .method import Method
 from .options import FROM_ONE, signature_of
-from .step import CURVATURE, Start, replace
+from .step import CURVATURE, FACTOR, Start, lower_gradient, replace
 from .transaction import SOLVER, Transaction, recalled, spent_gradient
 
 Result = TypeVar("Result")
@@ -319,19 +321,19 @@ class BilevelOptimizer(Method):
         self._run_state.follow(self.state, self.param_groups)
         known = {} if self._placeholders else recalled(self.state, self.parameters("lower"), SOLVER).memory
         kept = nullcontext() if write else self._run_state.buffers.kept()
+        rule_for: Callable[[Vector], LowerRule] = partial(self._rules, groups)
         with self._turn, Transaction(self.generator, oracle), kept:
-            found = adapt.lower_solution(
-                oracle,
-                Vector(self._learned_start(oracle) if start is None else start),
-                tasks,
-                steps,
-                groups,
-                partial(self._rules, groups),
-                curvature=known.get(CURVATURE),
-                exact=self._exact_products,
-                check_finite=self.check_finite,
-                at=self._run_state.steps,
-            )
+            given = Vector(self._learned_start(oracle) if start is None else start)
+            problem, y = adapt.beginning(oracle, given, tasks)
+            if any([group.get(FACTOR, False) for group in groups]):
+                problem, _, rule_for, *_ = with_measured_rates(
+                    problem.at(lower=y), groups, rule_for, known.get(CURVATURE), exact=self._exact_products
+                )
+            rule = rule_for(y)
+            found = rule.run(y, rule.fresh(), steps, partial(lower_gradient, problem, rule)).y
+            if self.check_finite:
+                problem.checks.finite("lower_grad", found)
+                problem.checks.verify(self._run_state.steps, set())
             if write:
                 advance_buffers(oracle, found)
                 oracle.live_y.copy_(found)

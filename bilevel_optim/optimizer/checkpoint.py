@@ -26,10 +26,9 @@ from ..oracle.session import COUNTERS
 from ..problem.parameters import LEVELS, is_count, is_number
 from ..problem.tasks import TensorTasks
 from ..pytree import tree_map
-from .transaction import SOLVERS, TABLE
+from .transaction import COUNTS, SOLVERS, TABLE
 
 __all__ = [
-    "COUNTS",
     "OWN",
     "copied",
     "initial_state",
@@ -48,7 +47,6 @@ OWN = "bilevel"  # entry of the first parameter group; always present, because l
 # Attributes that torch's Optimizer makes again when it is unpickled, or that a scheduler has attached.
 REMADE = ("step", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called")
 STEP = "step"  # an entry of every parameter, because loading takes a parameter without state for a missing one
-COUNTS = tuple(solver + name for solver in SOLVERS for name in ("step", "mu_product"))
 NEEDED = (
     "method", "variant", "shapes", "steps_done", "oracle_counts", "fallback", "generator", "last_loss", "numbers",
     "options",
@@ -133,7 +131,7 @@ def unpacked(state_dict: dict[str, Any], device: torch.device = CPU) -> tuple[di
             f"the state dict is damaged: its list of saved tensors should hold names with counts, but is "
             f"{str(kept)[:80]}; {INTACT}"
         )
-    kept = {} if own.get("placeholders") else own["kept"]
+    kept = {} if own.get("placeholders") else kept
     state: dict[Any, dict[str, Any]] = {}
     for group in state_dict["param_groups"]:
         names = kept.get(group.get("level"), {})
@@ -442,8 +440,6 @@ def _step(twin: Any, tasks: Any) -> None:
 
     if twin._one_loss:
         twin.step(lambda: shift().square() - lower())
-    elif tasks is None:
-        twin.step(upper, lower)
     else:
         twin.step(upper, lower, tasks=tasks)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,17 @@ def floats(values: Mapping[str, Any]) -> dict[str, float]:
     Scalars keep their names; a vector becomes ``name/mean`` and ``name/max`` of its entries that are not NaN.
     """
     tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+    entries: dict[torch.device, Iterator[float]] = {}
+    for device in {t.device for t in tensors.values()}:  # with one transfer for each
+        here = [t.reshape(-1).double() for t in tensors.values() if t.device == device]
+        entries[device] = iter(torch.cat(here).tolist())
     found: dict[str, float] = {}
-    for name, entries in _read(tensors).items():
-        if tensors[name].dim() == 0:
-            (found[name],) = entries
+    for name, t in tensors.items():
+        own = [next(entries[t.device]) for _ in range(t.numel())]
+        if t.dim() == 0:
+            (found[name],) = own
         else:
-            numbers = [value for value in entries if not math.isnan(value)]
+            numbers = [value for value in own if not math.isnan(value)]
             found[f"{name}/mean"] = sum(numbers) / len(numbers) if numbers else math.nan
             found[f"{name}/max"] = max(numbers, default=math.nan)
     return found
@@ -46,13 +51,3 @@ def described(name: str, arguments: str, groups: Sequence[Mapping[str, Any]], op
         optimizer = filter(None, [optimizers[group["level"]]])
         lines.append(", ".join((f"({i}) {group['level']}: {size}", *optimizer, *options)))
     return "\n  ".join((f"{name}(", *(line for line in lines if line))) + "\n)"
-
-
-def _read(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Return the entries of tensors, with one transfer for each device."""
-    found: dict[str, list[float]] = {name: [] for name in tensors}  # keeps the order of tensors
-    for device in {t.device for t in tensors.values()}:
-        here = {name: t for name, t in tensors.items() if t.device == device}
-        entries = iter(torch.cat([t.reshape(-1).double() for t in here.values()]).tolist())
-        found |= {name: [next(entries) for _ in range(t.numel())] for name, t in here.items()}
-    return found

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem.random import device_of
+from ..problem.random import draw_index
 from .base import BilevelOptimizer
 
 __all__ = ["UniformIterate"]
@@ -47,7 +47,7 @@ class UniformIterate:
     @torch.no_grad()
     def _follow(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.count += 1
-        if int(torch.randint(self.count, (), generator=self.generator, device=device_of(self.generator))) == 0:
+        if draw_index(self.count, self.generator) == 0:
             upper = [p for group in optimizer.param_groups if group["level"] == "upper" for p in group["params"]]
             self.values = [p.detach().clone() for p in upper]
 

@@ -32,7 +32,6 @@ __all__ = [
     "rate_of",
     "require_given_gradient",
     "require_optimizer",
-    "require_unlimited",
 ]
 
 Factory = Callable[[Any], Optimizer]
@@ -65,9 +64,16 @@ class LowerChecks:
         made = self.probe()
         return not isinstance(made, NOT_ELEMENTWISE) and (is_known(made) or acts_elementwise(self.factory, self.lr))
 
-    def require(self, kind: str) -> None:
-        """Raise unless the optimizer is of this kind, a value of `MethodInfo.lower_optimizer`."""
-        if kind == "elementwise":
+    def require(self, kind: str, limits: Limits, method: str) -> None:
+        """Raise unless the optimizer is of this kind, a value of `MethodInfo.lower_optimizer`, and takes the limits."""
+        if kind == "none":
+            for name, value in (("lower_clip", limits.clip), ("lower_projection", limits.projection)):
+                if value is not None:
+                    raise ValueError(
+                        f"Invalid {name} value: {value} ({method} makes its lower steps itself, without limits; leave "
+                        "it out)"
+                    )
+        elif kind == "elementwise":
             self.require_elementwise()
         elif kind == "differentiable":
             self._require_differentiable()
@@ -181,9 +187,7 @@ def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
         if own is None:
             option = f", or an {level}_optimizer that has a rate" if level == "upper" else ""
             raise TypeError(f"{method}: missing a required argument: {name!r}{option}")
-        rate = (
-            own.detach() if isinstance(own, Tensor) else own
-        )  # `LowerRule` takes that of the optimizer, if it has a graph
+        rate = own  # `LowerRule` takes that of the optimizer, if it has a graph
     elif sets and own != rate:
         raise ValueError(
             f"Invalid {name} value: {rate} (the {level}_optimizer sets lr={own} itself; leave one of the two out)"
@@ -198,18 +202,21 @@ def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
 
 def place_of_counts(factory: Factory, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device | None:
     """Return the device of a torch optimizer's step counts for a parameter; None if its options do not determine it."""
-    dummy = torch.zeros(1, 1, device="cpu", requires_grad=True)
-    options = {**factory([{"params": [dummy], "lr": group["lr"]}]).param_groups[0], **group}
+    options = {**probe(factory, group["lr"]).param_groups[0], **group}
     if not {"capturable", "fused"} & options.keys():
         return None
     return parameter.device if options.get("capturable") or options.get("fused") else torch.device("cpu")
 
 
 def own_rate(factory: Factory) -> tuple[Any, bool]:
-    """Return the rate of an optimizer made from groups without one, or None, and whether its factory sets it."""
+    """Return the rate of an optimizer made from groups without one, or None, and whether its factory sets it.
+
+    A rate that is a tensor is returned without its graph.
+    """
     try:
         made = probe(factory)
         rate = made.param_groups[0].get("lr")
+        rate = rate.detach() if isinstance(rate, Tensor) else rate
     except Exception:  # it needs a rate; other errors come again when it is made with one
         return None, False
     default = inspect.signature(type(made)).parameters.get("lr")
@@ -250,12 +257,3 @@ def require_given_gradient(made: Optimizer, level: str, why: str) -> None:
             f"Invalid {level}_optimizer value: {type(made).__name__} evaluates gradients at points of its own, but "
             f"{why}; use an optimizer that needs only that, such as SGD or Adam"
         )
-
-
-def require_unlimited(limits: Limits, method: str) -> None:
-    """Raise if lower steps have limits, for a method that makes its lower steps itself."""
-    for name, value in (("lower_clip", limits.clip), ("lower_projection", limits.projection)):
-        if value is not None:
-            raise ValueError(
-                f"Invalid {name} value: {value} ({method} makes its lower steps itself, without limits; leave it out)"
-            )

@@ -56,7 +56,7 @@ from .auto_rate import (
     lower_rate,
     with_measured_rates,
 )
-from .checkpoint import COUNTS, OWN, initial_state, initialises
+from .checkpoint import OWN, initial_state, initialises
 from .declaration import UNDECLARED, MethodInfo, register
 from .lower_checks import (
     LowerChecks,
@@ -65,7 +65,6 @@ from .lower_checks import (
     rate_of,
     require_given_gradient,
     require_optimizer,
-    require_unlimited,
 )
 from .lower_start import alert_if_unsolved, remembered_tasks, require_task_memory, warn_of_forgetting, write_lower
 from .options import (
@@ -97,6 +96,7 @@ from .step import (
 )
 from .task_mean import task_mean
 from .transaction import (
+    COUNTS,
     SOLVER,
     UPPER_SOLVER,
     Action,
@@ -240,9 +240,7 @@ class Method(Options, Optimizer, ABC):
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
         require_apart(self.param_groups)
         self.param_groups[0][OWN] = b""
-        if self.declared.lower_optimizer == "none":
-            require_unlimited(self._limits, method)
-        self._lower_checks.require(self.declared.lower_optimizer)
+        self._lower_checks.require(self.declared.lower_optimizer, self._limits, method)
         if self._stationary:
             self._lower_checks.require_at_rest()
 
@@ -472,12 +470,10 @@ class Method(Options, Optimizer, ABC):
     def _check_derivatives(self, oracle: Oracle, tasks: Any) -> None:
         """Note these losses; if derivatives are checked, raise if one that the estimate has used is wrong."""
         session, opened = oracle.session, ""
-        if not self.check_derivatives:
-            pass
-        elif any_hooks((*oracle.live_x, *oracle.live_y)) or why_one_by_one(self._run_state.buffers.modules):
-            opened = "losses not checked: hooks change their gradients"
-        else:
-            opened = check_derivatives(session, self._derivatives)
+        if self.check_derivatives:
+            hooked = any_hooks((*oracle.live_x, *oracle.live_y)) or why_one_by_one(self._run_state.buffers.modules)
+            unchecked = "losses not checked: hooks change their gradients"
+            opened = unchecked if hooked else check_derivatives(session, self._derivatives)
         # While the codes exist, so do their ids; an evaluation may have found modules, whose mode counts.
         session.found.note_derivatives(self._losses(oracle, tasks), opened, *oracle.f.codes, *oracle.g.codes)
 
@@ -714,8 +710,8 @@ class Method(Options, Optimizer, ABC):
 
     def parameters(self, level: str) -> list[Tensor]:
         """Return the parameters of one level that require a gradient."""
-        groups = [group for group in self.param_groups if group["level"] == level]
-        return tensors_of([{"params": [p for group in groups for p in group["params"] if p.requires_grad]}], level)
+        tensors = [p for group in self.param_groups if group["level"] == level for p in group["params"]]
+        return tensors_of([{"params": [p for p in tensors if p.requires_grad]}], level)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in ``torch.optim``, with a ``"level"``: ``"upper"`` or ``"lower"``."""

@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, dataclass_transform
 
 import torch
@@ -24,7 +25,6 @@ __all__ = [
     "FROM_ONE",
     "FROM_ZERO",
     "GENERATOR",
-    "POSITIVE",
     "TRUE_OR_FALSE",
     "InitVar",
     "Options",
@@ -44,7 +44,6 @@ __all__ = [
 
 REQUIRED = inspect.Parameter.empty
 GENERATOR = "Invalid {name} value: {value} (it must be a torch.Generator or None)"
-POSITIVE = "Invalid {name} value: {value} (it must be a finite number above 0)"
 FROM_ONE = "Invalid {name} value: {value} (it must be an integer of at least 1)"
 FROM_ZERO = "Invalid {name} value: {value} (it must be a finite number of at least 0)"
 TRUE_OR_FALSE = "Invalid {name} value: {value} (it must be True or False)"
@@ -185,10 +184,7 @@ def _valid_option(valid: Callable[[Any], bool], what: str, optional: bool, **res
 
 def choice(*values: str, default: Any = REQUIRED, or_positive: bool = False, alias: str | None = None) -> Any:
     """Declare one of these words; or a positive number if ``or_positive``."""
-
-    def check(name: str, value: Any) -> None:
-        require_choice(name, value, values, or_positive=or_positive)
-
+    check = partial(require_choice, choices=values, or_positive=or_positive)
     return Option(check=check, default=default, alias=alias)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "StepInputs",
     "TaskDraw",
     "Update",
+    "lower_gradient",
     "of_tasks",
     "replace",
     "require_interior",
@@ -159,10 +161,6 @@ class StepInputs(DrawInputs):
         """Return the step size of a linear solver for each lower tensor; None takes the learning rate of its group."""
         return self.lower_rates if linear_lr is None else [linear_lr] * len(self.lower_rates)
 
-    def without_lower_state(self) -> StepInputs:
-        """Return these inputs without the state of y, for the lower problems of tasks."""
-        return self.with_lower_state({})
-
     def with_lower_state(self, memory: Mapping[str, Vector]) -> StepInputs:
         """Return these inputs with other entries as the state of y; its curvature is kept."""
         kept = {name: vector for name, vector in self.memory.items() if name == CURVATURE}
@@ -198,12 +196,7 @@ class StepInputs(DrawInputs):
     def run_lower_steps(self, oracle: Oracle, steps: int, *, tol: float = 0.0) -> tuple[Oracle, LowerResult]:
         """Make lower steps from the oracle's point, each on its own lower sample; return the oracle at the end too."""
         rule, memory = self.solver_for(oracle.y)
-
-        def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
-            sample = oracle.g.draw(once=rule.evaluates_once)
-            return lambda y: oracle.at(lower=y).lower(sample)
-
-        result = rule.run(oracle.y, memory, steps, draw, tol)
+        result = rule.run(oracle.y, memory, steps, partial(lower_gradient, oracle, rule), tol)
         if result.gradient is None:
             return oracle, result._replace(plain=True)
         require_interior(oracle, rule, result.projected)
@@ -222,6 +215,12 @@ class StepInputs(DrawInputs):
         told = {"lower_residual": rule.residual(oracle.y, gradient)}
         kept = result._replace(gradient=None, mapping=None, plain=rule.plain, diagnostics=told)
         return oracle.at(lower=kept.y), kept
+
+
+def lower_gradient(oracle: Oracle, rule: LowerRule) -> Callable[[Vector], tuple[Tensor, Vector]]:
+    """Draw the sample of a lower step; return the function from y to g and its gradient on it."""
+    sample = oracle.g.draw(once=rule.evaluates_once)
+    return lambda y: oracle.at(lower=y).lower(sample)
 
 
 def require_interior(oracle: Oracle, rule: LowerRule, projected: Tensor | None) -> None:

@@ -172,15 +172,10 @@ def _stored(tables: Sequence[_Rows]) -> dict[str, Any]:
 
 def _over_parts(parts: Sequence[dict[str, Any]], joined: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
     """Return the diagnostics of several slices of tasks, stacked or reduced; those of a single slice as they are."""
-    if len(parts) <= 1:
-        return dict(parts[0]) if parts else {}
-    return {
-        name: joined.get(name, _same)(torch.stack([part[name] for part in parts]))
-        if all(isinstance(p[name], Tensor) for p in parts)
-        else value
-        for name, value in parts[-1].items()
-    }
-
-
-def _same(stack: Tensor) -> Tensor:
-    return stack
+    found = dict(parts[-1])
+    for name in found if len(parts) > 1 else ():
+        own = [part[name] for part in parts]
+        if all(isinstance(value, Tensor) for value in own):
+            stack = torch.stack(own)
+            found[name] = joined[name](stack) if name in joined else stack
+    return found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock, get_ident
 from traceback import clear_frames
+from types import FrameType
 from typing import Any, NamedTuple, Self
 from weakref import ReferenceType, ref
 
@@ -32,6 +33,7 @@ from .progress import SystemTrend, UpperTrend
 from .step import Update
 
 __all__ = [
+    "COUNTS",
     "SOLVER",
     "SOLVERS",
     "TABLE",
@@ -91,11 +93,7 @@ class Turn:
     def _is_inside(self, thread: int | None) -> bool:
         """Return True if a thread is in a call of the optimizer: an interrupt at the border leaves the turn taken."""
         frame = None if thread is None else sys._current_frames().get(thread)
-        while frame is not None:
-            if getattr(frame.f_locals.get("self"), "_turn", None) is self:
-                return True
-            frame = frame.f_back
-        return False
+        return any(getattr(own.f_locals.get("self"), "_turn", None) is self for own in _stack(frame))
 
 
 class Transaction:
@@ -158,8 +156,9 @@ class Transaction:
         """Wait for all ranks, and agree on how to evaluate copies of y."""
         assert self.oracle is not None
         found, ranks = self.oracle.session.found, self.oracle.session.options.ranks
-        looped = not ranks.alone and ranks.conclude(self.oracle.device, found.fallback is not None)
-        if looped and found.fallback is None:
+        if ranks.alone:
+            return
+        if ranks.conclude(self.oracle.device, found.fallback is not None) and found.fallback is None:
             found.fallback = "another rank could not vectorise the losses"
 
     def commit(self, writes: Sequence[Action], undo: Callable[[], None] | None = None) -> None:
@@ -216,12 +215,17 @@ def _end_layers(depth: int) -> None:
 
 def _in_transform() -> bool:
     """Return True within a call of one of functorch's transforms, or of `mapped`."""
-    frame = inspect.currentframe()
+    return any(
+        own.f_globals.get("__name__", "").startswith("torch._functorch.") or own.f_code is mapped.__code__
+        for own in _stack(inspect.currentframe())
+    )
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """Iterate over a frame and its callers."""
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch._functorch.") or frame.f_code is mapped.__code__:
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
 def make(writes: Sequence[Action]) -> None:
@@ -232,9 +236,7 @@ def make(writes: Sequence[Action]) -> None:
             writes[done]()
             done += 1
     except KeyboardInterrupt:
-        while done < len(writes):
-            writes[done]()
-            done += 1
+        make(writes[done:])
         raise
 
 
@@ -322,6 +324,7 @@ def spent_gradient(x: Iterable[Tensor]) -> Spent | None:
 SOLVER = "lower_optimizer."  # prefix of the lower optimizer's entries
 UPPER_SOLVER = "upper_optimizer."  # prefix of the upper optimizer's entries
 SOLVERS = (SOLVER, UPPER_SOLVER)
+COUNTS = tuple(solver + name for solver in SOLVERS for name in ("step", "mu_product"))  # entries that only count
 TABLE = "rows."  # prefix of tables whose rows mix all lower parameters; the first of these holds them
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -394,10 +397,7 @@ def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory, 
 
 
 # Counts, times of rows and probabilities of tasks have a type of their own.
-OWN_TYPE = (
-    *(solver + name for solver in SOLVERS for name in ("step", "mu_product")),
-    *(TABLE + name for name in ("log", "drift", "last", "probability", "cumulative")),
-)
+OWN_TYPE = (*COUNTS, *(TABLE + name for name in ("log", "drift", "last", "probability", "cumulative")))
 
 
 @dataclass

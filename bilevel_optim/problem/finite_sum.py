@@ -11,6 +11,7 @@ from torch import Tensor
 from ..pytree import tree_leaves, tree_map
 from .objective import Objective, Sample, require_state
 from .parameters import is_count, require
+from .random import device_of
 
 __all__ = ["FiniteSum", "random_term", "term_count"]
 
@@ -103,8 +104,7 @@ class FiniteSum(Objective):
 
     def indices(self, *count: int) -> Tensor:
         """Draw the indices of random terms: one, or ``count`` in one tensor, which are as many single draws."""
-        device = "cpu" if self.generator is None else self.generator.device
-        return torch.randint(self._count, count, generator=self.generator, device=device)
+        return torch.randint(self._count, count, generator=self.generator, device=device_of(self.generator))
 
     def term(self, index: int, *, once: bool = False) -> Sample:
         """Return the sample of one term."""

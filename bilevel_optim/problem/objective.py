@@ -16,15 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..pytree import tree_leaves, tree_map
 from ..tracing import is_tracing, span
-from .random import (
-    RandomState,
-    default_state,
-    generators_of,
-    require_replayable,
-    set_default_state,
-    set_states,
-    states_of,
-)
+from .random import RandomState, default_state, generators_of, preserve_rng, set_states, states_of
 
 __all__ = [
     "Ahead",
@@ -130,7 +122,7 @@ class Objective:
         ``once`` promises a single evaluation, so that the random state need not be kept.
         """
         if self.accumulate == 1:
-            arguments = () if self.data is None else self.arguments()
+            arguments = () if self.data is None else (self._draw_batch(),)
             if self.features is None:
                 return Sample(self.loss, arguments, once=once)
             return self.sample(*arguments, once=once)
@@ -146,18 +138,16 @@ class Objective:
         """
         return [self.draw() for _ in range((most if is_tracing() else int(count)) + 1)]
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Draw the arguments of the next call of the loss: the next batch, or nothing without data."""
-        if self.data is None:
-            return ()
+    def _draw_batch(self) -> Any:
+        """Draw the next batch."""
         with span("draw"):
-            return (self._moved(self._next()),)
+            return self._moved(self._next())
 
     def take(self, times: int) -> list[Any]:
         """Return the next ``times`` batches."""
         data = self.data
         if type(data) is not list and type(data) is not tuple:
-            return [self.arguments()[0] for _ in range(times)]
+            return [self._draw_batch() for _ in range(times)]
         found = self._of_list(data, times)
         if self.device is None:
             return found
@@ -180,7 +170,10 @@ class Objective:
             return [self.sample()]
         random, states = torch.get_rng_state(), states_of(self._own())
         try:
-            batches = [batch if self._lasting else self._kept(batch) for batch in islice(_apart(self.data), most)]
+            batches = [
+                batch if self._lasting else self._kept(batch)
+                for batch in islice(_twin(self.data, persistent_workers=False), most)
+            ]
         finally:
             torch.set_rng_state(random)
             set_states(self._own(), states)
@@ -412,10 +405,8 @@ class Objective:
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterators cannot be copied: a copy continues at its position, as after loading a state.
-        own = {**self.__dict__, "_features": None, "_last": None, "_generators": None, "_pass": None, "_iterator": None}
-        if getattr(self.data, "persistent_workers", False):
-            own["data"] = _twin(self.data)
-        return own
+        anew = dict.fromkeys(("_features", "_last", "_generators", "_pass", "_iterator"))
+        return {**self.__dict__, **anew, "data": _twin(self.data)}
 
     def __repr__(self) -> str:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
@@ -432,23 +423,15 @@ def _code_of(loss: Any) -> Any:
     return loss.__code__
 
 
-def _apart(data: Any) -> Any:
-    """Return data whose ``iter`` leaves other iterators alone.
+def _twin(data: Any, **changes: Any) -> Any:
+    """Return a copy of a loader with persistent workers, with changed attributes; other data as they are.
 
-    A loader with persistent workers has one iterator, which ``iter`` restarts. So return a copy of the loader, which
-    has workers of its own for as long as it lives.
+    Such a loader has one iterator, which ``iter`` restarts. The copy has workers of its own, which have not started.
     """
     if not getattr(data, "persistent_workers", False):
         return data
-    own = _twin(data)
-    own.__dict__["persistent_workers"] = False
-    return own
-
-
-def _twin(loader: Any) -> Any:
-    """Return a copy of a loader with persistent workers, whose own workers have not started."""
-    own = copy.copy(loader)
-    own._iterator = None
+    own = copy.copy(data)
+    own.__dict__.update(changes, _iterator=None)
     return own
 
 
@@ -628,20 +611,9 @@ class Sample:
         if is_tracing():
             return nullcontext()
         if self._random:
-            return _replayed(device, self._random[0])
+            return preserve_rng(device, self._random[0])
         self._random.append(default_state(device))
         return nullcontext()
-
-
-@contextmanager
-def _replayed(device: torch.device, state: RandomState) -> Generator[None]:
-    require_replayable(device, state)
-    present = default_state(device)
-    set_default_state(device, state)
-    try:
-        yield
-    finally:
-        set_default_state(device, present)
 
 
 def require_fit(loss: Callable[..., Any], arguments: Sequence[Any], error: TypeError) -> None:

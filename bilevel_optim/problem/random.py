@@ -34,7 +34,6 @@ __all__ = [
     "hashed",
     "numbers_kept",
     "preserve_rng",
-    "require_replayable",
     "set_default_state",
     "set_states",
     "states_of",
@@ -108,9 +107,17 @@ def derive_generator(generator: torch.Generator | None, *numbers: int) -> torch.
 
 
 @contextmanager
-def preserve_rng(device: torch.device) -> Generator[None]:
-    """Restore torch's random state after the block, whatever it draws."""
+def preserve_rng(device: torch.device, start: RandomState | None = None) -> Generator[None]:
+    """Restore torch's random state after the block, whatever it draws; ``start`` is the state in which it begins.
+
+    Raises:
+        RuntimeError: if there is a start, but random numbers of evaluations on the device cannot be replayed.
+    """
+    if start is not None:
+        _require_replayable(device, start)
     state = default_state(device)
+    if start is not None:
+        set_default_state(device, start)
     try:
         yield
     finally:
@@ -147,7 +154,7 @@ def set_default_state(device: torch.device, state: RandomState) -> None:
         own[1](state[1])
 
 
-def require_replayable(device: torch.device, state: RandomState) -> None:
+def _require_replayable(device: torch.device, state: RandomState) -> None:
     """Raise RuntimeError if random numbers of evaluations on a device cannot be replayed."""
     if len(state) == 1 and device.type != "cpu":
         raise RuntimeError(

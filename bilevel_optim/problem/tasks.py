@@ -20,7 +20,6 @@ __all__ = [
     "TaskDraws",
     "TaskSampler",
     "TensorTasks",
-    "Whole",
     "as_start",
     "draw",
     "draw_apart",
@@ -166,30 +165,26 @@ class TensorTasks:
         return self._draw("upper", tasks, n, generator)
 
     def _draw(self, level: str, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
-        data = self._data[level]
-        device = tree_leaves(data)[0].device
-        ids = self._placed(tasks, device)
         if n is None:
-            return tree_map(lambda t: t[ids], data)
+            return self._of(level, tasks)
         shape = (len(tasks), n)
         rows = torch.randint(self._rows[level], shape, generator=generator, device=device_of(generator))
-        rows = to_device(rows, device)
-        return tree_map(lambda t: t[ids.unsqueeze(1), rows], data)
-
-    def _placed(self, tasks: Tensor, device: torch.device) -> Tensor:
-        """Return the ids of tasks on a device, cached because a step asks for the same ids many times."""
-        if tasks.device == device:
-            return tasks
-        if self._last is None or self._last[0] is not tasks or self._last[1].device != device:
-            self._last = tasks, to_device(tasks, device)
-        return self._last[1]
+        return self._of(level, tasks, rows)
 
     def apart(self, level: str, tasks: Tensor, n: int, generators: Iterable[torch.Generator]) -> Any:
         """Draw rows of the lower or upper data of each task with its own generator."""
-        data, count = self._data[level], self._rows[level]
+        rows = [torch.randint(self._rows[level], (n,), generator=own, device=own.device) for own in generators]
+        return self._of(level, tasks, torch.stack(rows))
+
+    def _of(self, level: str, tasks: Tensor, rows: Tensor | None = None) -> Any:
+        """Return these rows of the data of each task, by default all."""
+        data = self._data[level]
         device = tree_leaves(data)[0].device
-        rows = [torch.randint(count, (n,), generator=own, device=own.device) for own in generators]
-        index = to_device(tasks, device).unsqueeze(1), to_device(torch.stack(rows), device)
+        if tasks.device != device:  # cached, because a step asks for the same ids many times
+            if self._last is None or self._last[0] is not tasks or self._last[1].device != device:
+                self._last = tasks, to_device(tasks, device)
+            tasks = self._last[1]
+        index = tasks if rows is None else (tasks.unsqueeze(1), to_device(rows, device))
         return tree_map(lambda t: t[index], data)
 
     def __repr__(self) -> str:

@@ -4,6 +4,7 @@ import copy
 import io
 import signal
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -341,6 +342,21 @@ def test_two_optimizers_in_two_threads_keep_their_running_statistics():
     assert not errors
     for seed in (1, 2):
         assert same(ends["MainThread", seed], ends[f"t{seed}", seed])
+
+
+def test_a_second_interrupt_waits_for_the_writes_too():
+    from bilevel_optim.optimizer.transaction import make
+
+    made, interrupts = [], [KeyboardInterrupt, KeyboardInterrupt]
+
+    def write(number):
+        if number and interrupts:
+            raise interrupts.pop()
+        made.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        make([partial(write, number) for number in range(4)])
+    assert made == [0, 1, 2, 3]
 
 
 @each(("AID", "F2SA", "SVRB", "PRAHGD"))

@@ -20,7 +20,7 @@ from ...hypergradient.storm import ball
 from ...optimizer.base import BilevelOptimizer
 from ...optimizer.options import InitVar, choice, count, fixed, flag, number, option
 from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, TaskDraw, Update, of_tasks
-from ...optimizer.transaction import SOLVER, TABLE, UPPER_SOLVER, recalled
+from ...optimizer.transaction import SOLVER, TABLE, UPPER_SOLVER, recalled, write_rows
 from ...oracle.oracle import Oracle
 from ...oracle.session import Checks
 from ...problem.parameters import by_level, is_number, require
@@ -469,8 +469,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         late = (table.tables["age"] != clock.time).nonzero().flatten()
         with torch.no_grad():
             for ids in table.chunks(late):
-                for write in table.writes(ids, table.gather(ids, clock), clock):
-                    write.table[write.rows] = write.values
+                write_rows(table.writes(ids, table.gather(ids, clock), clock))
 
     def _rows_of(self, lower: Sequence[Tensor]) -> int:
         """Return the leading dimension that all tensors share, taken for that of the tasks; 0 if there is none."""
