@@ -167,7 +167,10 @@ def test_a_nonconvex_lower_problem_is_reported():
     double = lambda: ((y.square() - 1).square() / 4 - x * y).sum()  # noqa: E731
     suggestion = suggest([x], [y], lambda: (y - 2).square().sum(), double, methods=["AID"])
     assert suggestion.smallest == pytest.approx(3 * 0.01 - 1)
-    assert suggestion.rows["AID"].settings["linear_solver"] == "minres"
+    row = suggestion.rows["AID"]
+    assert row.settings["linear_solver"] == "minres"
+    assert bo.AID([x], [y], **row).linear_solver == "minres"
+    assert dict(row) == row.settings
     assert "not convex in y at this point (smallest curvature -0.97)" in str(suggestion)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,9 +54,9 @@ SHIFT = 0.03  # relative shift of F2SA's copies of y by nu, about
 Groups = tuple[list[dict[str, Any]], list[dict[str, Any]]]  # of both levels
 
 
-@dataclass(frozen=True)
-class SuggestionRow:
-    """Suggested settings of a method, and the result of their trial.
+@dataclass(frozen=True, eq=False)
+class SuggestionRow(Mapping[str, Any]):
+    """Suggested settings of a method, as a mapping from its arguments to their values, and the result of their trial.
 
     Attributes:
         settings: the method's arguments.
@@ -85,6 +85,15 @@ class SuggestionRow:
     told: list[str]
     rates: dict[str, float]
 
+    def __getitem__(self, name: str) -> Any:
+        return self.settings[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.settings)
+
+    def __len__(self) -> int:
+        return len(self.settings)
+
 
 @dataclass(frozen=True)
 class Suggestion:
@@ -92,10 +101,10 @@ class Suggestion:
 
     Attributes:
         rows: a `SuggestionRow` for each suggested method, by name. Methods that went further come first; then the
-            order is by upper loss. A row holds ``settings``, the ``loss`` after so many ``steps`` and ``gradients``,
-            the ``residual`` of the lower problem, ``seconds`` and ``mebibytes`` of a step, ``bias`` and ``noise`` of
-            the hypergradient. It also holds the warnings that were ``told``, and the best ``rates`` of each kind of
-            update.
+            order is by upper loss. A row is a mapping of its ``settings`` (``bo.AID(x, y, **rows["AID"])``). It has the
+            ``loss`` after so many ``steps`` and ``gradients``, the ``residual`` of the lower problem, ``seconds`` and
+            ``mebibytes`` of a step, ``bias`` and ``noise`` of the hypergradient. It also has the warnings that were
+            ``told``, and the best ``rates`` of each kind of update.
         rejected: for each method that is not suggested, why.
         start: the upper loss with the lower problem solved at the current x, by lower steps like those of the trials:
             with noisy batches of g it includes their effect on y.
