@@ -257,7 +257,7 @@ def suggest(
             "rates were perhaps not tried with a margin; use a larger max_seconds"
         )
     best = min(rows, key=lambda name: rows[name].loss, default="")
-    if best == next(iter(rows), "") == "FirstOrder" and NOT_MEASURED not in rejected.values():
+    if best == next(iter(rows), "") == "FirstOrder" and not search.trials.ended:
         notes.append("nothing was better than leaving the indirect term out (FirstOrder)")
     return Suggestion(
         rows=rows,
