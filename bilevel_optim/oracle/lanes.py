@@ -19,13 +19,13 @@ from ..problem import random
 from ..problem.objective import Objective, Sample, batch_kept, require_fit
 from ..problem.tasks import select
 from ..problem.vector import Vector, as_variable
-from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ..pytree import tree_leaves, tree_map
 from . import batched
 from .hooks import on_lanes
 from .oracle import Oracle
 from .point import none_to_zeros
 from .session import as_scalar
-from .stacks import mapped
+from .stacks import mapped_over
 from .substitution import Substitution
 
 __all__ = ["LaneFeatures", "LaneLoss", "local_problem", "stacked", "weighted_upper"]
@@ -326,25 +326,13 @@ def _each(
         return shared.replayed(of.oracle.device) if shared_rng and part < n else nullcontext()
 
     def together(part: slice) -> Any:
-        whole = part.stop - part.start == n  # a slice would cost a copy of the gradient
-        own_batch = batch if whole else select(batch, part)
-        plain = type(own_batch) is tuple and all([type(t) is Tensor for t in own_batch])  # a shortcut
-        leaves, structure = (own_batch, None) if plain else tree_flatten(own_batch)
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-        def one(*own: Tensor) -> Any:
-            mine, own_values = own[: len(tensors)], own[len(tensors) :]
-            if structure is None:
-                return function(mine, *own_values)
-            parts = list(leaves)
-            for i, leaf in zip(tensors, mine, strict=True):
-                parts[i] = leaf
-            return function(tree_unflatten(parts, structure), *own_values)
-
-        stacks = [*[leaves[i] for i in tensors], *(values if whole else [t[part] for t in values])]
-        randomness = "same" if shared_rng else "different"
-        with batched.no_slow_batching(look=bool(new)), replayed(part.stop - part.start):
-            return mapped(one, stacks, part.stop - part.start, randomness, known=not new)
+        size, own_batch, own_values = part.stop - part.start, batch, values
+        if size < n:  # a slice of all would cost a copy of the gradient
+            own_batch, own_values = select(batch, part), [t[part] for t in values]
+        with replayed(size):
+            return mapped_over(
+                function, own_batch, own_values, size, "same" if shared_rng else "different", known=not new
+            )
 
     lanes: list[Sequence[Tensor]] = []
 
