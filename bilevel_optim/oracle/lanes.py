@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -63,13 +64,12 @@ def stacked(
                 f"with tasks, the {level} loss takes its batches from the sampler: pass the loss itself, not an "
                 "Objective with data"
             )
-        loss = LaneLoss(oracle, level, source.loss, inner, leaves, shared_rng=shared_rng, weights=weights)
-        features: Callable[..., Any] | None = None
-        if source.features is not None:
-            if own_x is None:
-                features = LaneFeatures(oracle, level, source.features, shared_rng=shared_rng)
-            else:  # features at each problem's own x cannot be shared
-                loss.loss = _whole(source.loss, source.features)
+        own, features = source.loss, source.features
+        if features is not None and own_x is not None:  # those at each problem's own x cannot be shared
+            own, features = partial(_whole, own, features), None
+        if features is not None:
+            features = LaneFeatures(oracle, level, features, shared_rng=shared_rng)
+        loss = LaneLoss(oracle, level, own, inner, leaves, shared_rng, weights)
         return _LaneSum(loss, None if draw is None else partial(draw, level), features)
 
     return _LaneOracle(
@@ -167,10 +167,11 @@ class _LaneSum(Objective):
         return self.sample(self._batch(), once=once)
 
 
-def _whole(loss: Any, features: Any) -> Any:
-    return lambda batch: loss(features(batch))
+def _whole(loss: Callable[..., Any], features: Callable[..., Any], batch: Any) -> Any:
+    return loss(features(batch))
 
 
+@dataclass(eq=False)
 class LaneLoss:
     """One of the losses at stacked points, each with its own batch; called with the batches, it returns the sum.
 
@@ -186,20 +187,16 @@ class LaneLoss:
         weights: factors of the lanes in the sum. None: 1.
     """
 
-    def __init__(
-        self,
-        oracle: Oracle,
-        level: str,
-        loss: Callable[..., Any],
-        live: Vector,
-        leaves: Vector,
-        *,
-        shared_rng: bool,
-        weights: Tensor | None,
-    ) -> None:
-        self.oracle, self.level, self.loss = oracle, level, loss
-        self.live, self.leaves, self.shared_rng, self.weights = live, leaves, shared_rng, weights
-        self.key = f"{level} tasks"
+    oracle: Oracle
+    level: str
+    loss: Callable[..., Any]
+    live: Vector
+    leaves: Vector
+    shared_rng: bool
+    weights: Tensor | None
+
+    def __post_init__(self) -> None:
+        self.key = f"{self.level} tasks"
 
     def __call__(self, batch: Any) -> Tensor:
         values = self.values(batch)

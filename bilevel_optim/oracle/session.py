@@ -126,13 +126,15 @@ class Checks:
             self._require_finite(step)
         on, remaining = set(), iter(numbers[len(signs) :])
         for key, message, test, figures in self._alerts:
-            if test(*islice(remaining, len(figures))):
-                if key == REFUSAL:
-                    raise ValueError(_text(message))
-                on.add(key)
-                if key not in warned and not quiet(key):
-                    warned.add(key)
-                    warn(_text(message))
+            if not test(*islice(remaining, len(figures))):
+                continue
+            text = message if isinstance(message, str) else message()
+            if key == REFUSAL:
+                raise ValueError(text)
+            on.add(key)
+            if key not in warned and not quiet(key):
+                warned.add(key)
+                warn(text)
         return on
 
     def _require_finite(self, step: int) -> None:
@@ -511,10 +513,6 @@ def as_scalar(loss: Any, called: str) -> Tensor:
 
 def _itself(on: Any) -> Any:
     return on
-
-
-def _text(message: Message) -> str:
-    return message if isinstance(message, str) else message()
 
 
 def _read(scalars: list[Tensor]) -> list[float]:
