@@ -336,8 +336,7 @@ class _LossCheck:
                 found["xy"] = self._judged_along(along_x, slope, self.x, cross, size, self.clear)
         vmapped = self._vmapped(copies)
         if concerns & JOINT or vmapped:
-            evaluate = self.oracle.upper if self.level == "upper" else self.oracle.lower_jointly
-            _, in_x, in_y = evaluate(self.sample)
+            _, in_x, in_y = self.oracle.upper(self.sample, self.level)
             for name, along, gradient in (("x", along_x, in_x), ("y", along_y, in_y)):
                 if f"{self.level} {name}" in concerns:
                     found[name] = self._slope(name, along, gradient)
@@ -445,10 +444,8 @@ class _LossCheck:
         x = None if len(loss.leaves) == len(self.y) else Vector(t[:2] for t in self.x)
         few = stacked(base, Vector(t[:2] for t in self.y), x=x, shared_rng=loss.shared_rng)
         batch = select(self.sample.arguments[0], slice(0, 2))
-        if self.level == "upper":
-            value, in_x, in_y = few.upper(few.f.sample(batch))
-        else:
-            value, in_x, in_y = few.lower_jointly(few.g.sample(batch))
+        objective = few.f if self.level == "upper" else few.g
+        value, in_x, in_y = few.upper(objective.sample(batch), self.level)
         return Vector([value]), in_x, in_y
 
     # ------------------------------------------------------------------------------------------------ messages

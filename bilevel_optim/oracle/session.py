@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -27,7 +27,7 @@ from .differentiable import reaches
 __all__ = ["COUNTERS", "Checks", "EvaluationOptions", "LossFacts", "LowerTrend", "Session", "as_scalar"]
 
 Evaluation = Callable[[Sequence[Vector], Sequence[Vector | None]], AbstractContextManager[Sequence[Vector]]]
-_NONE = Kept({}, Buffers(complete=True))
+_NONE = Kept(Buffers(complete=True))
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
 STREAK = 10  # lower solves in a row that must agree before a warning
 
@@ -353,13 +353,7 @@ class Session:
 
     def buffers_kept(self) -> AbstractContextManager[Kept]:
         """Restore module buffers (running statistics) after the block, which evaluates one loss once."""
-        return nullcontext(_NONE) if self.buffers_constant else self._buffers_kept()
-
-    @contextmanager
-    def _buffers_kept(self) -> Generator[Kept]:
-        with self.buffers.kept() as block:
-            yield block
-        self.buffers_skipped |= block.changed
+        return nullcontext(_NONE) if self.buffers_constant else Kept(self.buffers, self)
 
     # ------------------------------------------------------------------------------------------------ dependencies
 
