@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, cycle, islice, repeat
 from operator import itemgetter
@@ -123,7 +124,7 @@ class Chain:
         given, reads = [*arguments], arguments[: self.program.reads]
         losses, flags = list[Any](), list[Any]()  # numbers, of calls whose results keep their memory
         for program, drawn in zip(cycle(reusing or (call,)), data, strict=False):
-            results = program([*given])
+            results = program(given if reusing else [*given])
             losses.append(results[at_loss].item() if reusing else results[at_loss])
             flags.append(results[at_flags].tolist() if reusing else results[at_flags])
             given = [*reads, *drawn, *next_state([*results, *given])]
@@ -145,8 +146,8 @@ def memory_of(tensors: Sequence[Tensor]) -> list[range]:
 
 def apart(tensors: Iterable[Tensor], memory: Sequence[range]) -> bool:
     """Return True if no tensor begins in this memory."""
-    places = [*map(Tensor.data_ptr, tensors)]
-    return not any([any(map(part.__contains__, places)) for part in memory])
+    places = sorted(map(Tensor.data_ptr, tensors))
+    return all([bisect_left(places, part.start) == bisect_left(places, part.stop) for part in memory])
 
 
 def _parts(batches: Sequence[Any], forms: Sequence[DataForm], memory: Sequence[range]) -> Sequence[Sequence[Tensor]]:

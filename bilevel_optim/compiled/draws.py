@@ -195,7 +195,7 @@ class Plan:
 
     def __init__(self, kind: SourceKind, draws: Mapping[str, tuple[Sequence[Only], int]], structure: Any) -> None:
         self.kind, self.structure = kind, structure
-        self._draws = [(source, own, size) for source, (own, size) in draws.items()]
+        self._draws = [(source, own, any(own), size) for source, (own, size) in draws.items()]
 
     @classmethod
     def of(
@@ -221,11 +221,12 @@ class Plan:
         drawn: Drawn = {}
         tensors: list[Tensor] | None = []
         numbers = {name: [int(value)] for name, value in random.items()} if random else {}
-        for source, draws, size in self._draws:
+        for source, draws, decided, size in self._draws:
             if not size:
                 drawn[source] = [()] * len(draws)
                 continue
-            taken = taken_by(sources.objectives[source], draws, numbers, 1)
+            objective = sources.objectives[source]
+            taken = taken_by(objective, draws, numbers, 1) if decided else objective.take(len(draws))
             drawn[source] = [*zip(taken)]
             for batch in taken:
                 if tensors is None or type(batch) is not tuple or len(batch) != size:

@@ -60,7 +60,10 @@ class SmallProgram:
         self.call = self.reusing({*range(len(results))})
 
     def reusing(self, new: set[int]) -> Function:
-        """Return the same function, whose small results keep memory of their own too, except those at the positions."""
+        """Return the same function, whose small results keep memory of their own too, except those at the positions.
+
+        It leaves the list of its arguments as it is.
+        """
         new_memory = {slot for slot, places in self._returned.items() if not places.isdisjoint(new)}
         return self._calls.function(self._results, new_memory, self._returned.keys() - new_memory)
 

@@ -197,7 +197,8 @@ class CompiledSteps:
         own = optimizer._graph_key(state.steps, numbers)
         if own is None:
             return None
-        key = [moves, sources.kind.key, own, self._key.now()]
+        remembered = remembered_tasks(sources.tasks) if sources.tasks is not None and optimizer.task_memory else None
+        key = [moves, sources.kind.key, own, self._key.now(), remembered]
         if optimizer.state is not self._state:  # another one has been loaded
             self._state = optimizer.state
             for entry in self.entries:
@@ -221,8 +222,8 @@ class CompiledSteps:
         # A run that began before has made such steps; but of a method's kinds (with and without full sums, say), which
         # its first two steps show, only those that have been due.
         due = [optimizer._graph_key(k, numbers) for k in range(min(state.steps, 2))]
-        kinds = [[*entry.key[:2], entry.key[3], entry.key[2] in due] for entry in self.entries]
-        same = all(kind == [moves, sources.kind.key, key[3], True] for kind in kinds)
+        kinds = [[*entry.key[:2], *entry.key[3:], entry.key[2] in due] for entry in self.entries]
+        same = all(kind == [*key[:2], *key[3:], True] for kind in kinds)
         made.is_known = own in due and same and sources.tasks is None
         self.entries.insert(0, made)
         del self.entries[4 * MOST :]

@@ -31,12 +31,19 @@ def explain_bad_call(verb: Verb, sentence: str = "") -> Verb:
         try:
             return verb(*arguments, **named)
         except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # from inside the function
+            if (told := _explained(error, verb, [*named], sentence)) is error:
                 raise
-            hint = sentence or _hint_at_call(verb, str(error), [*named])
-            raise TypeError(f"{error}: {hint}" if hint else str(error)) from None
+            raise told from None
 
     return cast(Verb, called)
+
+
+def _explained(error: TypeError, verb: Callable[..., Any], named: Sequence[str], sentence: str = "") -> TypeError:
+    """Return the error of a call with a hint if the call was wrong, and itself if it comes from inside the function."""
+    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+        return error
+    hint = sentence or _hint_at_call(verb, str(error), named)
+    return TypeError(f"{error}: {hint}" if hint else str(error))
 
 
 def _hint_at_call(verb: Callable[..., Any], error: str, named: Sequence[str]) -> str:
@@ -81,12 +88,18 @@ def with_hooks(step: Verb) -> Verb:
 
     torch wraps every ``step`` this way, with or without hooks, unless the function is marked as ``hooked``.
     """
-    in_full, explained = Optimizer.profile_hook_step(no_dynamo(step)), explain_bad_call(step)
+    in_full = Optimizer.profile_hook_step(no_dynamo(step))
 
     @functools.wraps(step)
     def called(self: Any, *arguments: Any, **named: Any) -> Any:
-        plain = not (has_hooks(self) or is_profiled() or torch.compiler.is_dynamo_compiling())
-        return (explained if plain else in_full)(self, *arguments, **named)
+        if has_hooks(self) or is_profiled() or torch.compiler.is_dynamo_compiling():
+            return in_full(self, *arguments, **named)
+        try:
+            return step(self, *arguments, **named)
+        except TypeError as error:
+            if (told := _explained(error, step, [*named])) is error:
+                raise
+            raise told from None
 
     called.hooked = True  # type: ignore[attr-defined]
     return cast(Verb, called)

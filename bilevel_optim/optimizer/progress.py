@@ -79,15 +79,15 @@ class UpperTrend:
         done = 0
         while done < len(losses):
             room = WINDOW - 1 - len(self.window) if self.count >= WINDOW else 0
-            some = losses[done : done + room]
-            first = self.first or 0.0
-            if not all(map(first.__ge__, some)):
-                some = some[:1] if some[0] <= max(self.last, first) else []
-            if some:
-                self.above, self.last = 0, some[-1]
-                self.count += len(some)
-                self.window += some
-                done += len(some)
+            usual, first, last = done, self.first or 0.0, self.last
+            for loss in losses[done : done + room]:
+                if not (loss <= first or loss <= last):
+                    break
+                usual, last = usual + 1, loss
+            if usual > done:
+                self.above, self.last, self.count = 0, last, self.count + usual - done
+                self.window += losses[done:usual]
+                done = usual
             else:
                 yield losses[done]
                 done += 1
@@ -158,7 +158,7 @@ def watch_losses(
     """
     # Reading a loss on a device waits for the device.
     looks = losses.is_cpu or steps % LOOKS < losses.numel()
-    values = losses.reshape(-1).tolist() if looks else []
+    values: list[float] = [] if not looks else losses.tolist() if losses.dim() else [losses.item()]
     begins, ends = trend.count < WINDOW, len(trend.window) + len(values) >= WINDOW  # a window of losses
     if values and (begins or ends) and (here := slope()) is not None:
         trend.promised += here.norm * here.length * (len(values) if begins else max(len(values), WINDOW))

@@ -127,13 +127,18 @@ class _Rows:
         name: name of the table, which has NaN in rows of tasks that have not been drawn.
         inputs: inputs of the step, with the table after the last step if there is one.
         first: values for tasks that are drawn for the first time.
-        number: number of all tasks.
+        number: number of all tasks, which may have grown since.
     """
 
     def __init__(self, name: str, inputs: StepInputs, first: Vector, number: int) -> None:
-        self.name, self.first, self.is_new = name, first, name not in inputs.tables
-        size = sum([t.numel() for t in first])
-        self.table = self._flat().new_full((number, size), torch.nan) if self.is_new else inputs.tables[name]
+        self.name, self.first, before = name, first, inputs.tables.get(name)
+        missing = number if before is None else number - len(before)
+        self.is_new = missing > 0
+        if self.is_new:
+            more = self._flat().new_full((missing, sum([t.numel() for t in first])), torch.nan)
+            before = more if before is None else torch.cat([before, more.to(before)])
+        assert before is not None
+        self.table = before
         self.noted: list[tuple[Tensor, Tensor]] = []
 
     def _flat(self) -> Tensor:

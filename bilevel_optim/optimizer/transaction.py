@@ -10,12 +10,12 @@ from functools import partial
 from threading import Lock, get_ident
 from traceback import clear_frames
 from typing import Any, NamedTuple, Self
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 from torch.overrides import _pop_mode
-from torch.utils.weak import TensorWeakRef
 
 from ..errors import require_uninterrupted
 from ..hypergradient import Estimate
@@ -308,17 +308,15 @@ def set_gradients(x: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> No
         parameter.grad = gradient
 
 
-class Spent(NamedTuple):
-    """A ``.grad`` of x that has moved it, in a step with losses: a weak reference, and the version of its values."""
-
-    gradient: TensorWeakRef
-    version: int
+Spent = tuple[ReferenceType[Tensor], int]  # a ``.grad`` of x that has moved it, and the version of its values
 
 
 def spent_gradient(x: Iterable[Tensor]) -> Spent | None:
     """Return the first ``.grad`` of x as one that has moved it; None if there is none."""
-    grad = next((grad for t in x if (grad := t.grad) is not None), None)
-    return None if grad is None else Spent(TensorWeakRef(grad), version_of(grad))
+    for t in x:
+        if (grad := t.grad) is not None:
+            return ref(grad), version_of(grad)
+    return None
 
 
 SOLVER = "lower_optimizer."  # prefix of the lower optimizer's entries

@@ -59,6 +59,10 @@ def check_gradients(moved: Sequence[Tensor], run: RunState) -> None:
 
 def warn_of_spent(moved: Sequence[Tensor], run: RunState) -> None:
     """Warn if x has moved by a ``.grad`` that had moved it in a step with losses."""
-    spent = None if run.spent is None else run.spent.gradient()
-    if run.spent is not None and spent is not None and any(t.grad is spent for t in moved):
-        warn(AGAIN if version_of(spent) == run.spent.version else CHANGED)
+    if run.spent is None:
+        return
+    gradients = [t.grad for t in moved]  # first, because a weak reference does not bring back an object of Python's
+    reference, version = run.spent
+    spent = reference()
+    if spent is not None and any(gradient is spent for gradient in gradients):
+        warn(AGAIN if version_of(spent) == version else CHANGED)

@@ -158,9 +158,11 @@ class Objective:
         data = self.data
         if type(data) is not list and type(data) is not tuple:
             return [self.arguments()[0] for _ in range(times)]
+        found = self._of_list(data, times)
+        if self.device is None:
+            return found
         with span("draw"):
-            found = self._of_list(data, times)
-        return found if self.device is None else [*map(self._moved, found)]
+            return [*map(self._moved, found)]
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         """Return the sample of a given batch (without an argument, for a loss without data)."""

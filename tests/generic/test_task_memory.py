@@ -206,3 +206,45 @@ def test_ids_that_no_row_has(ids, answer, steps, compiled):
     with pytest.raises(ValueError, match=answer):
         optimizer.step(upper, lower, tasks=tasks)
     assert all(map(torch.equal, before, (x, *y)))
+
+
+class Growing:
+    """The first tasks of a sampler, whose length they are, or (``whole``) that of all of them."""
+
+    def __init__(self, tasks, whole):
+        self.tasks, self.whole, self.known = tasks, whole, 3
+
+    def __len__(self):
+        return len(self.tasks) if self.whole else self.known
+
+    def sample(self, n, generator):
+        return torch.randperm(self.known, generator=generator)[:n]
+
+    def lower(self, tasks, n, generator):
+        return self.tasks.lower(tasks, n, generator)
+
+    def upper(self, tasks, n, generator):
+        return self.tasks.upper(tasks, n, generator)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["AID", "SOBA"])
+def test_sampler_may_grow(name, compiled):
+    """As if its later tasks had always been there, and had not been drawn."""
+    runs = []
+    for whole in (False, True):
+        steps = {"lower_steps": 1, "linear_steps": 1} if name == "AID" else {}
+        optimizer, x, upper, lower, tasks, _ = coupled(name, task_memory=True, tasks_per_step=2, **steps)
+        optimizer.param_groups[0]["lr"] = 0.05
+        growing = Growing(tasks, whole)
+        if compiled:
+            optimizer.compile(backend="eager")
+        for step in range(24):
+            growing.known = 3 if step < 12 else 5
+            optimizer.step(upper, lower, tasks=growing)
+        assert "compile_fallback" not in optimizer.diagnostics
+        (rows,) = [own["rows.task_memory"] for own in optimizer.state.values() if "rows.task_memory" in own]
+        runs.append([x.detach().clone(), rows])
+    torch.testing.assert_close(*runs, rtol=1e-10, atol=1e-10)  # compiled steps round differently
+    assert len(rows) == 5
+    assert not rows.isnan().any()
