@@ -189,8 +189,7 @@ class Copies:
             weighted = values if set(weights) == {1.0} else values * constant(weights, values)
             return values, weighted.sum()
 
-        grads = partial(torch.set_grad_enabled, bool(wrt) or asks)
-        with oracle.placed() as (x, _), grads():
+        with oracle.placed() as (x, _), torch.set_grad_enabled(bool(wrt) or asks):
             x = points._variables(x)
             return self._collected(wrt, [_at(term, part) for term in terms], x, y, evaluate)
 

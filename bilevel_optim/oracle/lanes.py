@@ -92,7 +92,7 @@ def local_problem(oracle: Oracle) -> Oracle:
 
 
 def weighted_upper(
-    oracle: Oracle, sample: Sample, weights: Tensor, others: Sequence[Tensor] = ()
+    oracle: Oracle, sample: Sample, weights: Tensor, others: Sequence[Tensor]
 ) -> tuple[Tensor, Vector, Vector, list[Vector]]:
     """Return gradients of weighted sums of the upper losses of stacked problems, from one evaluation of each loss.
 

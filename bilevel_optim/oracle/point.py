@@ -404,10 +404,8 @@ class Point:
             return
         with self.session.buffers_kept():
             leaves = tree_leaves(self.call(sample.features))
-            parts = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-            reached: Sequence[Tensor | None] = [None] * len(self.live_y)
-            if parts:
-                reached = torch.autograd.grad([t.sum() for t in parts], self.live_y, allow_unused=True)
+            sums = [t.sum() for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+            reached = torch.autograd.grad(sums, self.live_y, allow_unused=True) if sums else [None] * len(self.live_y)
         for gradient, name in zip(reached, self.lower_names(), strict=True):
             if gradient is not None:
                 raise ValueError(
@@ -440,7 +438,7 @@ class in_place:
             if new is not None:
                 self._moved += tensors
                 self._values += new
-        self._before: Sequence[Tensor] | None = None
+        self._before: Sequence[Tensor] = ()
 
     def __enter__(self) -> Sequence[Vector]:
         moved = self._moved
@@ -449,23 +447,21 @@ class in_place:
             self._before = Vector(moved).detach().clone()
             Vector(moved).copy_(self._values)
             return self._live
-        before = [t.data for t in moved]
+        self._before = [t.data for t in moved]
         try:
             for tensor, value in zip(moved, self._values, strict=True):
                 tensor.data = value
         except BaseException:
-            for tensor, storage in zip(moved, before, strict=True):
-                tensor.data = storage
+            self.__exit__()
             raise
-        self._before = before
         return self._live
 
     def __exit__(self, *error: Any) -> None:
         if isinstance(self._before, Vector):
             Vector(self._moved).copy_(self._before)
-        elif self._before is not None:
-            for tensor, storage in zip(self._moved, self._before, strict=True):
-                tensor.data = storage
+            return
+        for tensor, storage in zip(self._moved, self._before, strict=True):
+            tensor.data = storage
 
 
 def afresh(sample: Sample) -> Sample:

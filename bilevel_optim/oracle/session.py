@@ -450,7 +450,7 @@ class Session:
                 )
                 self.warned.add(level)
 
-    def dependent(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor] | None = None) -> Tensor:
+    def dependent(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor] | None) -> Tensor:
         """Return the loss, checked to depend on something; with x, note once if it ignores the other level."""
         if not loss.requires_grad and any(t.requires_grad for t in y):
             raise ValueError(self.independent(level))
