@@ -117,25 +117,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _lanes(stack, levels)
 
 
-def _levels_with_classes(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> list[int]:
-    """Return the levels of vmap in which an input is a stack, if the loss is the mean over rows of usual form."""
-    usual = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
-    usual = usual and input.dim() == 2 and input.shape[:1] == target.shape
-    return _levels_of(input) if usual and input.dtype in FULL and target.dtype in CLASSES else []
-
-
 def _class_loss(usual: Callable[..., Tensor], input: Tensor, target: Tensor, **options: Any) -> Tensor:
     """Compute minus the mean of the logarithms of the target classes in each lane; torch has no rule for it."""
-    levels = _levels_with_classes(input, target, **options)
+    mean = options.get("reduction", "mean") == "mean" and not options.get("label_smoothing")
+    mean = mean and all([options.get(name) is None for name in ("weight", "size_average", "reduce")])
+    mean = mean and input.dim() == 2 and input.shape[:1] == target.shape
+    levels = _levels_of(input) if mean and input.dtype in FULL and target.dtype in CLASSES else []
     if not levels:
         return usual(input, target, **options)
     logs, ignored = _stack(input, levels), options.get("ignore_index", -100)
