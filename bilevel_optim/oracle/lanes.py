@@ -6,7 +6,6 @@ it would that problem alone.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from .session import as_scalar
 from .stacks import mapped_over
 from .substitution import Substitution
 
-__all__ = ["LaneFeatures", "LaneLoss", "local_problem", "stacked", "weighted_upper"]
+__all__ = ["LaneFeatures", "LaneLoss", "stacked", "weighted_upper"]
 
 
 def stacked(
@@ -82,13 +81,6 @@ def stacked(
         lanes=len(own_y[0]),
         values=(oracle.x if own_x is None and oracle.moved[0] else None, None),
     )
-
-
-def local_problem(oracle: Oracle) -> Oracle:
-    """Return an oracle of the same losses, as a problem of this process alone: other ranks have their own."""
-    other = copy.copy(oracle)
-    other.shared = False
-    return other
 
 
 def weighted_upper(

@@ -26,8 +26,9 @@ from .differentiable import (
     working_unit,
 )
 from .point import Point, none_to_zeros
+from .session import Session
 
-__all__ = ["LowerSystem", "Oracle", "UpperSystem"]
+__all__ = ["LowerSystem", "Oracle", "UpperSystem", "local_problem"]
 
 SHARDED = (
     "matrices of second derivatives need lower parameters that are not sharded (DTensor), because they are computed "
@@ -325,14 +326,26 @@ class UpperSystem(NamedTuple):
     product: Callable[[Vector], Vector]
 
 
+def local_problem(oracle: Oracle, session: Session | None = None) -> Oracle:
+    """Return the oracle of a problem of this process alone, as other ranks have their own or do not wait.
+
+    ``session`` is its bookkeeping, by default the same.
+    """
+    other = oracle.at()
+    other.shared = False
+    if session is not None:
+        other.session, other.checks, other._features = session, session.checks, {}
+    return other
+
+
 def _by_level(x: Vector, y: Vector) -> dict[str, Vector]:
     return {"lower": y, "upper": x, "both": Vector((*x, *y))}
 
 
 def _by_parts(oracle: Oracle, parts: Sequence[Sample], gradient: bool) -> LowerSystem:
     """Return the system of the mean over several samples; each product builds their graphs again, one by one."""
-    own = oracle.at()  # for this process alone, without counts: the parts together are one product
-    own.shared, own.weight = False, 0
+    own = local_problem(oracle)
+    own.weight = 0  # the parts together are one product
 
     def mean(of: Callable[[LowerSystem], Vector]) -> Vector:
         total: Vector | None = None

@@ -400,19 +400,22 @@ class Point:
 
     def check_features(self, level: str, sample: Sample) -> None:
         """Raise, at the first call, if the features of a sample depend on y."""
-        if sample.features is None or level in self.session.found.features_checked:
-            return
-        with self.session.buffers_kept():
-            leaves = tree_leaves(self.call(sample.features))
-            sums = [t.sum() for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-            reached = torch.autograd.grad(sums, self.live_y, allow_unused=True) if sums else [None] * len(self.live_y)
-        for gradient, name in zip(reached, self.lower_names(), strict=True):
-            if gradient is not None:
-                raise ValueError(
-                    f"the features of the {level} objective depend on lower parameter {name}, but are evaluated "
-                    "only once for many values of y; move the part that reads y from features= into the loss"
-                )
-        self.session.found.features_checked |= {level}
+        if sample.features is not None and level not in self.session.found.features_checked:
+            with self.session.buffers_kept():
+                self.require_free_of_lower(level, self.call(sample.features))
+            self.session.found.features_checked |= {level}
+
+    def require_free_of_lower(self, level: str, part: Any) -> None:
+        """Raise if features depend on y: they are cached while y moves."""
+        parts = [t for t in tree_leaves(part) if isinstance(t, Tensor) and t.requires_grad]
+        if parts:
+            reached = torch.autograd.grad([t.sum() for t in parts], self.live_y, allow_unused=True)
+            for gradient, name in zip(reached, self.lower_names(), strict=True):
+                if gradient is not None:
+                    raise ValueError(
+                        f"the features of the {level} objective depend on lower parameter {name}, but are evaluated "
+                        "only once for many values of y; move the part that reads y from features= into the loss"
+                    )
 
 
 class in_place:

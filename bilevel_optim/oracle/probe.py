@@ -43,7 +43,7 @@ from .differentiable import (
     working_unit,
 )
 from .lanes import LaneLoss, stacked
-from .oracle import Oracle
+from .oracle import Oracle, local_problem
 from .point import afresh
 from .session import Session
 from .substitution import Substitution
@@ -514,10 +514,7 @@ ORDER = ("y", "x", "lanes", "yy", "xy")  # a wrong gradient is the cause of wron
 
 def _apart(oracle: Oracle, session: Session, *, hvp: str = "exact", **options: Any) -> Oracle:
     """Return an oracle at the same point with bookkeeping of its own, whose ranks do not wait for each other."""
-    other = oracle.at()
-    other.session = Session.after(session, replace(session.options, hvp=hvp, **options))
-    other.checks, other.shared, other._features = other.session.checks, False, {}
-    return other
+    return local_problem(oracle, Session.after(session, replace(session.options, hvp=hvp, **options)))
 
 
 def _groups(vector: Vector) -> list[list[int]]:
