@@ -355,7 +355,10 @@ def _terms(objective: Objective) -> Any:
 
 
 def _tensor(value: Any) -> Tensor | None:
-    return None if value is None else torch.tensor(value, device="cpu")
+    """Return an index or a weight as a tensor, in full precision, because the loss may have any type."""
+    if value is None:
+        return None
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
 
 
 class Inputs(NamedTuple):

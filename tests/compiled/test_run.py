@@ -417,6 +417,20 @@ def test_terms_of_sums_are_drawn_at_once(kind):
     assert kind == "other sizes" or max(map(len, counted)) == 6
 
 
+@pytest.mark.parametrize("cls", [bo.SABA, bo.SRBA])
+def test_weights_of_terms_are_exact_whatever_the_default_type(cls):
+    """Seven rows in four terms: weights of 4/7 and 8/7, which float32 would round."""
+    rows, results = torch.cat(BATCHES)[:7], []
+    torch.set_default_dtype(torch.float32)
+    for compiled in (False, True):
+        optimizer, losses, x, y = problem(cls, BATCHES, BATCHES, compiled=compiled)
+        terms = [bo.FiniteSum(own.loss, rows, 2, generator=seeded(k)) for k, own in enumerate(losses)]
+        found = torch.cat([optimizer.step(*terms).reshape(1), optimizer.run(*terms, steps=20)])
+        results.append(torch.cat([x.detach(), y.detach(), found]))
+    torch.testing.assert_close(*results, rtol=1e-13, atol=1e-13)
+    assert optimizer.captured_graphs
+
+
 def losses_of(optimizer, losses, at_once, first=5, steps=14):
     """Losses of the first steps, and of others that are made one by one or in a run."""
     found = [optimizer.step(*losses) for _ in range(first)]

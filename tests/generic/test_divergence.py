@@ -162,3 +162,21 @@ def test_steps_that_leave_a_saddle_for_a_minimum_do_not_leap(cls):
             lambda: (y - 1).square().sum() / 2, lambda: ((y.square() - 1).square() / 4 + x * y * y).sum()
         )
     assert (y - 1).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("curvature", "diverges"), [(1.0, False), (60.0, True)], ids=["converges", "diverges"])
+def test_batches_whose_right_hand_sides_differ_do_not_make_amigo_diverge(curvature, diverges):
+    """The residual is measured on another batch at each product: only a v that grows shows that linear_lr is too large.
+
+    The upper gradient of the second batch is small, so v of the first one leaves a residual many times as large.
+    """
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    signs = torch.tensor([[1.0, 0.2], [0.2, 1.0], [0.6, 0.6]]) * curvature
+    lower = bo.Objective(lambda scale: (scale * (y - x).square()).sum() / 2, list(signs))
+    upper = bo.Objective(lambda size: ((y - 3) * size).sum(), [torch.tensor(1.0), torch.tensor(0.01)])
+    optimizer = bo.AmIGO([x], [y], lr=1e-4, lower_lr=0.01, linear_lr=0.1, lower_steps=1, linear_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            optimizer.step(upper, lower)
+    assert any("is not solved but diverges" in str(own.message) for own in caught) == diverges

@@ -191,10 +191,23 @@ class AmIGO(BilevelOptimizer):
         here, moved = inputs.run_lower_steps(oracle, self.lower_steps)
         start = self._solution(inputs)
         samples = ImplicitSamples.draw(oracle, self.linear_steps - (start is None))
-        solve = partial(linear.fixed_point, steps=self.linear_steps, lr=inputs.linear_rates(self.linear_lr))
+        solve = partial(_sampled_steps, steps=self.linear_steps, lr=inputs.linear_rates(self.linear_lr))
         estimate = stochastic_implicit(here, samples, solve, start)
         return (estimate if self.warm_start else replace(estimate, memory={})).with_lower(moved)
 
     def _solution(self, inputs: DrawInputs) -> Vector | None:
         """Return v from the last step; None at the start."""
         return inputs.memory.get("linear_solution") if self.warm_start else None
+
+
+def _sampled_steps(
+    product: linear.Product, b: Vector, start: Vector | None, *, steps: int, lr: list[float], lanes: bool = False
+) -> linear.LinearSolution:
+    """Run fixed-point steps with a sample for each product, whose residuals say little of growth: compare v itself."""
+    result = linear.fixed_point(product, b, start, steps=steps, lr=lr, lanes=lanes)
+    if start is None or result.relative is None:
+        return result
+    norm = Vector.lane_norm if lanes else Vector.norm
+    most = norm(start) + norm(b * lr) * steps  # no more if each sample's Hessian is between 0 and 2 / lr
+    size = norm(result.solution)
+    return result._replace(diverged=(size > 1.5 * most) | ((size > most) & (result.relative > 10)))
