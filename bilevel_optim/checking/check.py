@@ -17,7 +17,7 @@ from ..errors import GradcheckError
 from ..hypergradient import Estimate
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.hooks import explain_bad_call
-from ..oracle.buffers import Buffers
+from ..oracle.buffers import Buffers, Kept
 from ..oracle.doors import START, leads
 from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
@@ -325,7 +325,7 @@ def _undisturbed(optimizer: BilevelOptimizer) -> Generator[None]:
     generators = {} if optimizer.generator is None else {"generator": optimizer.generator}
     own = states_of(generators)
     try:
-        with numbers_kept(optimizer.parameters("upper")[0].device), Buffers().kept():
+        with numbers_kept(optimizer.parameters("upper")[0].device), Kept(Buffers()):
             yield
     finally:
         set_states(generators, own)

@@ -16,7 +16,7 @@ from ..errors import GradcheckError
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import methods as known_methods
 from ..optimizer.hooks import explain_bad_call
-from ..oracle.buffers import Buffers
+from ..oracle.buffers import Buffers, Kept
 from ..oracle.oracle import Oracle
 from ..oracle.session import EvaluationOptions, Session
 from ..problem.objective import Loss, Objective, Sample, as_objective
@@ -238,7 +238,7 @@ def suggest(
     f, g = as_objective(upper, "upper"), as_objective(lower, "lower")
     try:
         # Trials must not advance the run's random states and data.
-        with numbers_kept(y[0].device), Buffers().kept():
+        with numbers_kept(y[0].device), Kept(Buffers()):
             few = _few(f), _few(g)
             one = few
             if tasks is not None:

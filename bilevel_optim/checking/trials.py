@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import FILTERS, NonFiniteError
 from ..optimizer.base import BilevelOptimizer
-from ..oracle.buffers import Buffers
+from ..oracle.buffers import Buffers, Kept
 from ..problem.objective import Objective
 from ..problem.tasks import task_count
 from ..problem.vector import Vector
@@ -98,7 +98,7 @@ class Trials:
             with torch.no_grad():
                 Vector(self.tensors).detach().copy_(self._start)
             torch.set_rng_state(self._random)
-            with FILTERS, warnings.catch_warnings(record=True) as caught, Buffers().kept():
+            with FILTERS, warnings.catch_warnings(record=True) as caught, Kept(Buffers()):
                 warnings.simplefilter("always")
                 yield warning_texts
             warning_texts += dict.fromkeys(str(one.message) for one in caught)

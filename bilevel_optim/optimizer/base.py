@@ -15,6 +15,7 @@ from ..errors import warn
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
+from ..oracle.buffers import Kept
 from ..problem.objective import Loss, version_of
 from ..problem.parameters import by_level, is_count, require
 from ..problem.tasks import as_start
@@ -252,7 +253,7 @@ class BilevelOptimizer(Method):
             start: lower values to start from; with tasks, a function like ``lower_init``. Default: the current ones.
         """
         transaction, oracle, groups = self._open_step(upper, lower)
-        with self._turn, transaction, self._run_state.buffers.kept():
+        with self._turn, transaction, Kept(self._run_state.buffers):
             inputs = self._step_inputs(oracle, groups)
             if still:
                 inputs = self._without_lookahead(inputs)
@@ -320,7 +321,7 @@ class BilevelOptimizer(Method):
         groups = by_level(self.param_groups)["lower"]
         self._run_state.follow(self.state, self.param_groups)
         known = {} if self._placeholders else recalled(self.state, self.parameters("lower"), SOLVER).memory
-        kept = nullcontext() if write else self._run_state.buffers.kept()
+        kept = nullcontext() if write else Kept(self._run_state.buffers)
         rule_for: Callable[[Vector], LowerRule] = partial(self._rules, groups)
         with self._turn, Transaction(self.generator, oracle), kept:
             given = Vector(self._learned_start(oracle) if start is None else start)

@@ -21,7 +21,7 @@ from torch.overrides import _pop_mode
 from ..errors import require_uninterrupted
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import Write
-from ..oracle.buffers import Buffers
+from ..oracle.buffers import Buffers, Kept
 from ..oracle.oracle import Oracle
 from ..oracle.session import COUNTERS, LossFacts, LowerTrend, Session
 from ..oracle.stacks import mapped
@@ -121,7 +121,7 @@ class Transaction:
     ) -> None:
         self.oracle, self._generator, self._accepted = oracle, generator, False
         constant = oracle is None or oracle.session.buffers_constant
-        self._buffers = None if oracle is None or constant else oracle.session.buffers.kept_on_failure()
+        self._buffers = None if oracle is None or constant else Kept(oracle.session.buffers, on_failure=True)
         self._device = device if oracle is None else oracle.device
         self._before: tuple[Any, ...] = ()
         self._data: list[tuple[Any, Any]] = []

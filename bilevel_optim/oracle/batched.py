@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from .hooks import why_one_by_one
 from .point import Point, in_place
 from .session import Session
 
-__all__ = ["no_large_convolutions", "no_slow_batching", "require_redirection", "run", "slices"]
+__all__ = ["no_large_convolutions", "require_redirection", "run", "slices"]
 
 LARGE = 1 << 17  # input entries of a convolution
 CONVOLUTIONS = (
@@ -56,7 +55,7 @@ def run(
         possible: False if these cannot be batched (this time).
         lanes: whether they are, or contain, evaluations of several tasks.
         new: the losses, as in `LossFacts`, that are not known to work under vmap.
-        first: check of the batched evaluation; raises if it cannot be trusted.
+        first: check of the batched evaluation of new losses; raises if it cannot be trusted.
     """
     size = session.options.at_once(n)
     if size > 1 and possible:
@@ -67,11 +66,15 @@ def run(
         return [alone(i) for i in range(n)]
 
     def attempt() -> list[Part]:
+        if not new:
+            return [together(part) for part in slices(size, n)]
         if first is not None:
             first()
             if _look(session):
                 raise Unsuited(session.one_by_one)
-        return [together(part) for part in slices(size, n)]
+        with filters_kept():  # an operation without a batching rule would run one by one, slower than the loop
+            warnings.filterwarnings("error", message="There is a performance drop")
+            return [together(part) for part in slices(size, n)]
 
     try:
         parts = attempt()
@@ -112,17 +115,6 @@ def no_large_convolutions(loss: Tensor) -> None:
     """Raise `Unsuited` if a loss has convolutions so large that grouping them is slower than a loop."""
     if has_large_convolutions(loss, LARGE):
         raise Unsuited(CONVOLUTIONS)
-
-
-@contextmanager
-def no_slow_batching(look: bool) -> Generator[None]:
-    """Raise if vmap would run an operation without a batching rule one by one, slower than the loop of `run`."""
-    if not look:
-        yield
-        return
-    with filters_kept():
-        warnings.filterwarnings("error", message="There is a performance drop")
-        yield
 
 
 def require_redirection(

@@ -10,9 +10,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -96,27 +97,7 @@ class Buffers:
         return [buffer for buffer in found if buffer is not None]
 
     @contextmanager
-    def kept(self) -> Generator[Kept]:
-        """Context: restore the buffers that the block changes; yield a `Kept`, which records the changes."""
-        with self._noted() as before:
-            block = Kept(before, self)
-            try:
-                yield block
-            finally:
-                block.changed = self._restored(before)
-
-    @contextmanager
-    def kept_on_failure(self) -> Generator[None]:
-        """Context: if the block raises, restore the buffers that it changed."""
-        with self._noted() as before:
-            try:
-                yield
-            except BaseException:
-                self._restored(before)
-                raise
-
-    @contextmanager
-    def _noted(self) -> Generator[Before]:
+    def noted(self) -> Generator[Before]:
         """Yield the values of the buffers before the block changes them."""
         if self.complete:
             yield {
@@ -150,7 +131,7 @@ class Buffers:
         with _NOTES.on(note):
             yield before
 
-    def _restored(self, before: Before) -> bool:
+    def restored(self, before: Before) -> bool:
         """Restore recorded values; return True if there were any to restore."""
         found, idle = False, self.still_idle(before)
         for (module, name), (value, _) in before.items():
@@ -170,20 +151,40 @@ class Buffers:
         return {*self._idle}
 
 
+@dataclass(eq=False)
 class Kept:
-    """Changes of buffers in a block that restores them: `moved` reports them in the block, ``changed`` after it."""
+    """Context that restores the buffers that its block changes.
 
-    __slots__ = ("_before", "_buffers", "changed")
+    Args:
+        buffers: the facts known about them.
+        session: its ``buffers_skipped`` becomes true if there were any to restore, and the block has not raised.
+        on_failure: restore them only if the block raises.
+    """
 
-    def __init__(self, before: Before, buffers: Buffers) -> None:
-        self._before, self._buffers, self.changed = before, buffers, False
+    buffers: Buffers
+    session: Any = None
+    on_failure: bool = False
+    _before: Before = field(default_factory=dict, init=False)
+
+    def __enter__(self) -> Self:
+        self._noted = self.buffers.noted()
+        self._before = self._noted.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            restored = (error[0] is not None or not self.on_failure) and self.buffers.restored(self._before)
+            if restored and error[0] is None and self.session is not None:
+                self.session.buffers_skipped = True
+        finally:
+            self._noted.__exit__(None, None, None)
 
     def moved(self) -> bool:
         """Return True if graphs of the block are not valid after it: they may have saved buffers that it restores."""
         if not self._before:
             return False
-        if self._buffers.complete:  # a comparison would wait for the device
-            idle = self._buffers.still_idle(self._before)
+        if self.buffers.complete:  # a comparison would wait for the device
+            idle = self.buffers.still_idle(self._before)
             return any(module not in idle for module, _ in self._before)
         return any(
             (buffer := getattr(module, name)) is not None and not torch.equal(buffer, value)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
 from operator import add
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from ..problem.objective import Sample
 from ..problem.placement import constant
 from ..problem.random import preserve_rng
 from ..problem.vector import Vector, as_variable, stack
-from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ..pytree import tree_leaves, tree_map
 from . import batched
 from .differentiable import custom_operations, products_of
 from .hooks import on_copies
 from .oracle import Oracle
 from .point import afresh, none_to_zeros
-from .stacks import mapped
+from .stacks import mapped, mapped_over
 from .substitution import Substitution
 
 __all__ = ["Copies"]
@@ -29,7 +29,6 @@ __all__ = ["Copies"]
 FEW = 3  # points that a loop evaluates as fast as vmap on a CPU, or up to twice as fast
 
 Samples = Sample | Sequence[Sample]  # one for all points, or one for each
-Part = TypeVar("Part")
 Term = tuple[str, Samples, Sequence[float]]  # level of a loss, its samples, and its weight at each point
 
 
@@ -110,7 +109,17 @@ class Copies:
         return means, total
 
     def _slopes_of_parts(self, wrt: str, terms: Sequence[Term]) -> tuple[list[Tensor], Vector]:
-        parts = self._run(terms, partial(self._together, wrt, terms), partial(self._alone, wrt, terms))
+        oracle = self.oracle
+        parts = batched.run(
+            oracle.session,
+            len(self),
+            partial(self._together, wrt, terms),
+            partial(self._alone, wrt, terms),
+            possible=not oracle.sharded and not self._apart and all([_can_be_stacked(own) for _, own, _ in terms]),
+            lanes=oracle.lanes is not None,
+            new=self._new(terms),
+            first=partial(self._require_redirection, terms),
+        )
         if len(parts) == 1:
             return parts[0]
         values, gradients = zip(*parts, strict=True)
@@ -120,24 +129,6 @@ class Copies:
         return joined, Vector(torch.cat(ts) for ts in zip(*gradients, strict=True))
 
     # ------------------------------------------------------------------------------------------------ together or alone
-
-    def _run(
-        self, terms: Sequence[Term], together: Callable[[slice], Part], alone: Callable[[int], Part]
-    ) -> list[Part]:
-        """Return results of all points together, in chunks, or one by one."""
-        new = self._new(terms)
-        return batched.run(
-            self.oracle.session,
-            len(self),
-            together,
-            alone,
-            possible=not self.oracle.sharded
-            and not self._apart
-            and all([_can_be_stacked(samples) for _, samples, _ in terms]),
-            lanes=self.oracle.lanes is not None,
-            new=new,
-            first=partial(self._require_redirection, terms) if new else None,
-        )
 
     def _new(self, terms: Sequence[Term]) -> frozenset[str]:
         """Return the losses that are not known to work under vmap."""
@@ -198,14 +189,14 @@ class Copies:
             weighted = values if set(weights) == {1.0} else values * constant(weights, values)
             return values, weighted.sum()
 
-        grads = partial(torch.set_grad_enabled, bool(wrt) or asks)
-        with oracle.placed() as (x, _), batched.no_slow_batching(look=new), grads():
+        with oracle.placed() as (x, _), torch.set_grad_enabled(bool(wrt) or asks):
             x = points._variables(x)
             return self._collected(wrt, [_at(term, part) for term in terms], x, y, evaluate)
 
     def _alone(self, wrt: str, terms: Sequence[Term], j: int) -> tuple[list[Tensor], Vector]:
         """Evaluate one point, which is put into the live tensors."""
-        here, asks = self._point(j), self._asks(wrt, terms)
+        here = self.oracle.at(None if self.upper is None else self.upper.lane(j), self.lower.lane(j))
+        asks = self._asks(wrt, terms)
 
         def evaluate(level: str, samples: Samples, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
             sample, (weight,) = samples if isinstance(samples, Sample) else samples[0], weights
@@ -294,9 +285,6 @@ class Copies:
 
     # ------------------------------------------------------------------------------------------------ at the points
 
-    def _point(self, j: int) -> Oracle:
-        return self.oracle.at(None if self.upper is None else self.upper.lane(j), self.lower.lane(j))
-
     def _variables(self, x: Vector) -> Vector:
         """Return the copies of x, as variables until a loss is known to depend on x; without copies, x."""
         found = self.oracle.session.found
@@ -322,18 +310,15 @@ class Copies:
                 oracle.check_features(level, afresh(sample))
         own_features = None if shared or sample.features is None else sample.features.loss
 
-        leaves, structure = tree_flatten(features if are_stacks else batch)
-        first, known = len(leaves), f"{level} {self._kind}" in oracle.session.found.vmapped
-
-        def at(*own: Tensor) -> Tensor:
-            mine = tree_unflatten(own[:first], structure)
-            with Substitution(live, own[first:]):
+        def at(mine: Any, *own: Tensor) -> Tensor:
+            with Substitution(live, own):
                 if shared:
                     return oracle.value(level, sample, features=mine if are_stacks else features)
                 return oracle.value(level, Sample(sample.loss, mine, once=True, features=own_features))
 
-        randomness = "same" if shared else "different"
-        return mapped(at, [*leaves, *values], len(self), randomness, known=known), features is not None
+        known, randomness = f"{level} {self._kind}" in oracle.session.found.vmapped, "same" if shared else "different"
+        own_batch = features if are_stacks else batch
+        return mapped_over(at, own_batch, values, len(self), randomness, known=known), features is not None
 
     def _features(self, wrt: str, level: str, sample: Sample, values: Sequence[Tensor]) -> tuple[Any, bool]:
         """Return features of a shared sample, evaluated outside the vmap over y, and whether each copy has its own."""
@@ -353,9 +338,7 @@ class Copies:
             with Substitution(live, values):
                 return oracle.call(inner, graph=watched)
 
-        def evaluate() -> Any:
-            return mapped(at, values, len(self), "same", known=False)
-
+        evaluate = partial(mapped, at, values, len(self), "same", known=False)
         if watched:
             return evaluate(), True
         return oracle.frozen(level, sample, self.upper, evaluate), True

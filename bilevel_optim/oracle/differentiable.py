@@ -22,7 +22,8 @@ __all__ = [
     "JUMPING",
     "KINKED",
     "ROOTS",
-    "UnchunkedCrossEntropy",
+    "UNCHUNKED",
+    "OtherForms",
     "all_arguments",
     "custom_operations",
     "explain_second",
@@ -53,32 +54,30 @@ def all_arguments(func: Callable[..., Any], kwargs: dict[str, Any] | None) -> di
     return kwargs if frame is None else {**kwargs, "weight": frame.f_locals["weight"]}
 
 
-class _PlainWeightNorm(TorchFunctionMode):
-    """Weight normalisation in plain operations: torch's fused one has a silently wrong second derivative."""
+class OtherForms(TorchFunctionMode):
+    """Call other forms of some of torch's functions in the block."""
+
+    def __init__(self, forms: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._forms = forms
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch._weight_norm:
-            return plain_weight_norm(*args, **(kwargs or {}))
-        return func(*args, **all_arguments(func, kwargs))
-
-
-class UnchunkedCrossEntropy(TorchFunctionMode):
-    """The loss ``F.linear_cross_entropy`` without its options: in chunks it has no second derivative, silently."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = all_arguments(func, kwargs)
-        if getattr(func, "__name__", "") == "linear_cross_entropy":
-            kwargs = {name: value for name, value in kwargs.items() if name != "options"}
-        return func(*args, **kwargs)
+        return self._forms.get(func, func)(*args, **all_arguments(func, kwargs))
 
 
 def plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """Compute weight normalisation in plain operations."""
+    """Compute weight normalisation in plain operations: torch's fused one has a silently wrong second derivative."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def _unchunked_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
+    return F.linear_cross_entropy(*args, **kwargs)
+
+
+# Without options: in chunks it has no second derivative, silently.
+UNCHUNKED = {getattr(F, "linear_cross_entropy", None): _unchunked_cross_entropy}
 
 
 def has(loss: Tensor, operations: tuple[str, ...]) -> bool:
@@ -212,7 +211,7 @@ FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "Sc
 @contextmanager
 def plain_operations() -> Generator[None]:
     """Replace fused operations: attention has no second derivative in torch, weight normalisation a wrong one."""
-    with sdpa_kernel(SDPBackend.MATH), _PlainWeightNorm():
+    with sdpa_kernel(SDPBackend.MATH), OtherForms({torch._weight_norm: plain_weight_norm}):
         yield
 
 

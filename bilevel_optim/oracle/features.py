@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,8 +53,7 @@ class FeatureCut:
         """Return the oracle with upper variables z and x, and its form of a sample with these features."""
         oracle, self._last = self.oracle, sample
 
-        def loss() -> Any:
-            return sample(self._part)
+        loss = partial(sample, self._part)
 
         def names() -> list[str]:
             return [*(f"feature {i}" for i in range(len(self._leaves))), *oracle.names]

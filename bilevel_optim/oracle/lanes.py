@@ -6,9 +6,9 @@ it would that problem alone.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,16 +19,16 @@ from ..problem import random
 from ..problem.objective import Objective, Sample, batch_kept, require_fit
 from ..problem.tasks import select
 from ..problem.vector import Vector, as_variable
-from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ..pytree import tree_leaves, tree_map
 from . import batched
 from .hooks import on_lanes
 from .oracle import Oracle
 from .point import none_to_zeros
 from .session import as_scalar
-from .stacks import mapped
+from .stacks import mapped_over
 from .substitution import Substitution
 
-__all__ = ["LaneFeatures", "LaneLoss", "local_problem", "stacked", "weighted_upper"]
+__all__ = ["LaneFeatures", "LaneLoss", "stacked", "weighted_upper"]
 
 
 def stacked(
@@ -63,13 +63,12 @@ def stacked(
                 f"with tasks, the {level} loss takes its batches from the sampler: pass the loss itself, not an "
                 "Objective with data"
             )
-        loss = LaneLoss(oracle, level, source.loss, inner, leaves, shared_rng=shared_rng, weights=weights)
-        features: Callable[..., Any] | None = None
-        if source.features is not None:
-            if own_x is None:
-                features = LaneFeatures(oracle, level, source.features, shared_rng=shared_rng)
-            else:  # features at each problem's own x cannot be shared
-                loss.loss = _whole(source.loss, source.features)
+        own, features = source.loss, source.features
+        if features is not None and own_x is not None:  # those at each problem's own x cannot be shared
+            own, features = partial(_whole, own, features), None
+        if features is not None:
+            features = LaneFeatures(oracle, level, features, shared_rng=shared_rng)
+        loss = LaneLoss(oracle, level, own, inner, leaves, shared_rng, weights)
         return _LaneSum(loss, None if draw is None else partial(draw, level), features)
 
     return _LaneOracle(
@@ -84,15 +83,8 @@ def stacked(
     )
 
 
-def local_problem(oracle: Oracle) -> Oracle:
-    """Return an oracle of the same losses, as a problem of this process alone: other ranks have their own."""
-    other = copy.copy(oracle)
-    other.shared = False
-    return other
-
-
 def weighted_upper(
-    oracle: Oracle, sample: Sample, weights: Tensor, others: Sequence[Tensor] = ()
+    oracle: Oracle, sample: Sample, weights: Tensor, others: Sequence[Tensor]
 ) -> tuple[Tensor, Vector, Vector, list[Vector]]:
     """Return gradients of weighted sums of the upper losses of stacked problems, from one evaluation of each loss.
 
@@ -167,10 +159,11 @@ class _LaneSum(Objective):
         return self.sample(self._batch(), once=once)
 
 
-def _whole(loss: Any, features: Any) -> Any:
-    return lambda batch: loss(features(batch))
+def _whole(loss: Callable[..., Any], features: Callable[..., Any], batch: Any) -> Any:
+    return loss(features(batch))
 
 
+@dataclass(eq=False)
 class LaneLoss:
     """One of the losses at stacked points, each with its own batch; called with the batches, it returns the sum.
 
@@ -186,20 +179,16 @@ class LaneLoss:
         weights: factors of the lanes in the sum. None: 1.
     """
 
-    def __init__(
-        self,
-        oracle: Oracle,
-        level: str,
-        loss: Callable[..., Any],
-        live: Vector,
-        leaves: Vector,
-        *,
-        shared_rng: bool,
-        weights: Tensor | None,
-    ) -> None:
-        self.oracle, self.level, self.loss = oracle, level, loss
-        self.live, self.leaves, self.shared_rng, self.weights = live, leaves, shared_rng, weights
-        self.key = f"{level} tasks"
+    oracle: Oracle
+    level: str
+    loss: Callable[..., Any]
+    live: Vector
+    leaves: Vector
+    shared_rng: bool
+    weights: Tensor | None
+
+    def __post_init__(self) -> None:
+        self.key = f"{self.level} tasks"
 
     def __call__(self, batch: Any) -> Tensor:
         values = self.values(batch)
@@ -326,25 +315,13 @@ def _each(
         return shared.replayed(of.oracle.device) if shared_rng and part < n else nullcontext()
 
     def together(part: slice) -> Any:
-        whole = part.stop - part.start == n  # a slice would cost a copy of the gradient
-        own_batch = batch if whole else select(batch, part)
-        plain = type(own_batch) is tuple and all([type(t) is Tensor for t in own_batch])  # a shortcut
-        leaves, structure = (own_batch, None) if plain else tree_flatten(own_batch)
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-        def one(*own: Tensor) -> Any:
-            mine, own_values = own[: len(tensors)], own[len(tensors) :]
-            if structure is None:
-                return function(mine, *own_values)
-            parts = list(leaves)
-            for i, leaf in zip(tensors, mine, strict=True):
-                parts[i] = leaf
-            return function(tree_unflatten(parts, structure), *own_values)
-
-        stacks = [*[leaves[i] for i in tensors], *(values if whole else [t[part] for t in values])]
-        randomness = "same" if shared_rng else "different"
-        with batched.no_slow_batching(look=bool(new)), replayed(part.stop - part.start):
-            return mapped(one, stacks, part.stop - part.start, randomness, known=not new)
+        size, own_batch, own_values = part.stop - part.start, batch, values
+        if size < n:  # a slice of all would cost a copy of the gradient
+            own_batch, own_values = select(batch, part), [t[part] for t in values]
+        with replayed(size):
+            return mapped_over(
+                function, own_batch, own_values, size, "same" if shared_rng else "different", known=not new
+            )
 
     lanes: list[Sequence[Tensor]] = []
 

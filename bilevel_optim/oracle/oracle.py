@@ -26,8 +26,9 @@ from .differentiable import (
     working_unit,
 )
 from .point import Point, none_to_zeros
+from .session import Session
 
-__all__ = ["LowerSystem", "Oracle", "UpperSystem"]
+__all__ = ["LowerSystem", "Oracle", "UpperSystem", "local_problem"]
 
 SHARDED = (
     "matrices of second derivatives need lower parameters that are not sharded (DTensor), because they are computed "
@@ -90,7 +91,7 @@ class Oracle(Point):
             def product(v: Vector) -> Vector:
                 self.count("hvp")
                 self.count("jvp")
-                products = self._products(gradients, variables, variables, v, like)
+                products = self._pulled(gradients, variables, variables, v, like)
                 return Vector(self.averaged(none_to_zeros(products, like))[0])
 
             loss, gradient = self.results("upper_grad", loss, (self._constant(gradients, like), like))
@@ -110,7 +111,7 @@ class Oracle(Point):
             yield _by_parts(self, sample.parts, gradient)
         else:
             with self.evaluating() as (x, y):
-                yield self._by_graph(*self._graph("lower", sample, x, y), x, gradient)
+                yield self._by_graph(sample, x, y, gradient)
 
     def system_sample(self) -> Sample:
         """Return the next sample of g for one `lower_system`, marked ``once`` if products do not evaluate it again."""
@@ -126,7 +127,7 @@ class Oracle(Point):
         if sample.parts is not None:
             return _by_parts(self, sample.parts, True)
         with self.evaluating() as (x, y):
-            return self._by_graph(*self._graph("lower", sample, x, y), x, True, kept=True)
+            return self._by_graph(sample, x, y, True, kept=True)
 
     def lower_matrices(self, sample: Sample) -> tuple[Vector, Tensor, Tensor]:
         r"""Return the gradient of g in y, and :math:`\nabla^2_{yy} g` and :math:`\nabla^2_{xy} g` as matrices.
@@ -172,46 +173,65 @@ class Oracle(Point):
         return gradients, loss, variables
 
     def _by_graph(
-        self, gradients: Gradients, loss: Tensor, y: Vector, x: Vector, gradient: bool, *, kept: bool = False
+        self, sample: Sample, live_x: Vector, live_y: Vector, gradient: bool, *, kept: bool = False
     ) -> LowerSystem:
-        """Return the system of a gradient that has a graph; with ``kept`` the live tensors get their values again."""
-        session, own = self.session, Vector(())
-        x = session.gathered.full(x) if self.sharded else x
+        """Return the system of a gradient with a graph; if it is ``kept``, the live tensors get their values again."""
+        session, found = self.session, Vector(())
+        gradients, loss, y = self._graph("lower", sample, live_x, live_y)
+        x = session.gathered.full(live_x) if self.sharded else live_x
         variables, like = _by_level(x, y), _by_level(self.x, self.y)
         alone = session.options.ranks.alone
 
-        def own_product(v: Vector, wrt: str) -> Vector:
-            products = self._products(gradients, variables[wrt], y, v, like[wrt])
+        def own(v: Vector, wrt: str, stacked: bool = False) -> Vector:
+            products = self._pulled(gradients, variables[wrt], y, v, like[wrt], stacked=stacked)
             if wrt != "lower":
                 session.note_reached(products[: len(x)])
-            return none_to_zeros(products, like[wrt])
+            return none_to_zeros(products, [t.expand(len(v[0]), *t.shape) for t in like[wrt]] if stacked else like[wrt])
 
         def product(v: Vector, wrt: str) -> Vector:
-            found = own_product(v, wrt)
+            found = own(v, wrt)
             return found if alone else Vector(self.averaged(found)[0])
 
-        def rows(basis: Vector, wrt: str, together: bool) -> Vector:
-            if not together:
-                return stack([own_product(basis.lane(0), wrt)])
-            plain = bool(session.found.fused)
-            products = pulled(gradients, variables[wrt], basis, plain=plain, batched=True)
-            if wrt != "lower":
-                session.note_reached(products[: len(x)])
-            pairs, n = zip(products, like[wrt], strict=True), len(basis[0])
-            return Vector(t.new_zeros(n, *t.shape) if p is None else p for p, t in pairs)
-
         if gradient:  # a compiled step leaves out an unused loss
-            _, own = self.results("lower_grad", loss, (self._constant(gradients, self.y), self.y))
-        return LowerSystem(self, own, product, rows, placed=kept)
+            _, found = self.results("lower_grad", loss, (self._constant(gradients, self.y), self.y))
+        return LowerSystem(self, found, product, own, placed=kept)
 
-    def _products(self, gradients: Gradients, variables: Vector, at: Vector, v: Vector, like: Vector) -> Gradients:
-        """Return derivatives of <gradients, v>, sharded as the parameters; ``at``: the variables of the gradients."""
-        plain = bool(self.session.found.fused)
-        if not self.sharded:
-            products = pulled(gradients, variables, v, plain=plain)
-            return self.apart(products) if self.session.hooked else products
-        gathered = self.session.gathered
-        return gathered.scattered(pulled(gradients, variables, gathered.gathered(v, at), plain=plain), like)
+    def _pulled(
+        self, gradients: Gradients, variables: Vector, at: Vector, v: Vector, like: Vector, *, stacked: bool = False
+    ) -> Gradients:
+        """Return derivatives of <gradients, v> in the variables, None where there are none, sharded as ``like``.
+
+        Args:
+            gradients: with a graph.
+            variables: tensors to differentiate in.
+            at: the variables of the gradients.
+            v: a vector like ``at``, or several, stacked.
+            like: the parameters of the variables.
+            stacked: whether v is stacked.
+        """
+        # A constant component has no graph, and contributes nothing to any product.
+        parts = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
+        if not parts:
+            return [None] * len(variables)
+        session = self.session
+        if self.sharded:
+            v = session.gathered.gathered(v, at)
+        try:
+            with plain_operations() if session.found.fused and not is_tracing() else nullcontext():
+                products = torch.autograd.grad(
+                    [g for _, g in parts],
+                    list(variables),
+                    [v[i] for i, _ in parts],
+                    retain_graph=True,
+                    allow_unused=True,
+                    is_grads_batched=stacked,
+                )
+        except (RuntimeError, NotImplementedError) as error:
+            explain_second(error)
+            raise
+        if self.sharded:
+            return session.gathered.scattered(products, like)
+        return self.apart(products) if session.hooked else products
 
     def _constant(self, gradients: Gradients, like: Vector) -> Gradients:
         """Return gradients without their graphs, sharded as the parameters."""
@@ -226,8 +246,7 @@ class LowerSystem:
         oracle: the losses at the point; counts and checks the products.
         gradient: the gradient of g in y.
         product: products with a vector, in y (``"lower"``), x (``"upper"``) or both.
-        rows: products of this process alone with stacked vectors, together or with the only one. Default: None, which
-            makes one product after another.
+        own: the same for this process alone, perhaps with stacked vectors. Default: None, only ``product`` is known.
         placed: whether the live tensors must hold the point's values for a product. Default: False.
     """
 
@@ -236,11 +255,11 @@ class LowerSystem:
         oracle: Oracle,
         gradient: Vector,
         product: Product,
-        rows: Callable[[Vector, str, bool], Vector] | None = None,
+        own: Callable[[Vector, str, bool], Vector] | None = None,
         *,
         placed: bool = False,
     ) -> None:
-        self.gradient, self._oracle, self._product, self._rows, self._placed = gradient, oracle, product, rows, placed
+        self.gradient, self._oracle, self._product, self._own, self._placed = gradient, oracle, product, own, placed
 
     def hvp(self, v: Vector) -> Vector:
         r"""Return :math:`\nabla^2_{yy} g\, v`."""
@@ -276,22 +295,22 @@ class LowerSystem:
 
     def _all_products(self, wrt: str, at_once: int) -> list[Vector]:
         """Return products with the unit vectors of y, the same in every lane, ``at_once`` stacked in one pass."""
-        oracle = self._oracle
+        oracle, own = self._oracle, self._own
         n = sum(map(Tensor.numel, oracle.y)) // (oracle.lanes or 1)
         if oracle.sharded:
             raise ValueError(SHARDED)
 
         def together(part: slice) -> list[Vector]:
-            assert self._rows is not None
+            assert own is not None
             steps = range(part.start, part.stop, at_once)
-            return [self._rows(_basis(oracle, slice(i, min(i + at_once, part.stop))), wrt, True) for i in steps]
+            return [own(_basis(oracle, slice(i, min(i + at_once, part.stop))), wrt, True) for i in steps]
 
         def alone(i: int) -> list[Vector]:
-            unit = _basis(oracle, slice(i, i + 1))
-            return [stack([self._product(unit.lane(0), wrt)]) if self._rows is None else self._rows(unit, wrt, False)]
+            unit = _basis(oracle, slice(i, i + 1)).lane(0)
+            return [stack([self._product(unit, wrt) if own is None else own(unit, wrt, False)])]
 
         with oracle.placed() if self._placed else nullcontext():
-            found = batched.run(oracle.session, n, together, alone, possible=self._rows is not None)
+            found = batched.run(oracle.session, n, together, alone, possible=own is not None)
         oracle.count("hvp", n)
         return [own for part in found for own in part]
 
@@ -307,32 +326,16 @@ class UpperSystem(NamedTuple):
     product: Callable[[Vector], Vector]
 
 
-def pulled(
-    gradients: Sequence[Tensor | None],
-    variables: Vector,
-    v: Sequence[Tensor],
-    *,
-    plain: bool = False,
-    batched: bool = False,
-) -> Sequence[Tensor | None]:
-    """Return derivatives of <gradients, v> in the variables (None where there are none); v may be stacked."""
-    # A constant component has no graph, and contributes nothing to any product.
-    parts = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
-    if not parts:
-        return [None] * len(variables)
-    try:
-        with plain_operations() if plain and not is_tracing() else nullcontext():
-            return torch.autograd.grad(
-                [g for _, g in parts],
-                list(variables),
-                [v[i] for i, _ in parts],
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=batched,
-            )
-    except (RuntimeError, NotImplementedError) as error:
-        explain_second(error)
-        raise
+def local_problem(oracle: Oracle, session: Session | None = None) -> Oracle:
+    """Return the oracle of a problem of this process alone, as other ranks have their own or do not wait.
+
+    ``session`` is its bookkeeping, by default the same.
+    """
+    other = oracle.at()
+    other.shared = False
+    if session is not None:
+        other.session, other.checks, other._features = session, session.checks, {}
+    return other
 
 
 def _by_level(x: Vector, y: Vector) -> dict[str, Vector]:
@@ -341,8 +344,8 @@ def _by_level(x: Vector, y: Vector) -> dict[str, Vector]:
 
 def _by_parts(oracle: Oracle, parts: Sequence[Sample], gradient: bool) -> LowerSystem:
     """Return the system of the mean over several samples; each product builds their graphs again, one by one."""
-    own = oracle.at()  # for this process alone, without counts: the parts together are one product
-    own.shared, own.weight = False, 0
+    own = local_problem(oracle)
+    own.weight = 0  # the parts together are one product
 
     def mean(of: Callable[[LowerSystem], Vector]) -> Vector:
         total: Vector | None = None

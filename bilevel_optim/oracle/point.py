@@ -442,7 +442,7 @@ class in_place:
             if new is not None:
                 self._moved += tensors
                 self._values += new
-        self._before: Sequence[Tensor] | None = None
+        self._before: Sequence[Tensor] = ()
 
     def __enter__(self) -> Sequence[Vector]:
         moved = self._moved
@@ -451,23 +451,21 @@ class in_place:
             self._before = Vector(moved).detach().clone()
             Vector(moved).copy_(self._values)
             return self._live
-        before = [t.data for t in moved]
+        self._before = [t.data for t in moved]
         try:
             for tensor, value in zip(moved, self._values, strict=True):
                 tensor.data = value
         except BaseException:
-            for tensor, storage in zip(moved, before, strict=True):
-                tensor.data = storage
+            self.__exit__()
             raise
-        self._before = before
         return self._live
 
     def __exit__(self, *error: Any) -> None:
         if isinstance(self._before, Vector):
             Vector(self._moved).copy_(self._before)
-        elif self._before is not None:
-            for tensor, storage in zip(self._moved, self._before, strict=True):
-                tensor.data = storage
+            return
+        for tensor, storage in zip(self._moved, self._before, strict=True):
+            tensor.data = storage
 
 
 def afresh(sample: Sample) -> Sample:

@@ -16,7 +16,6 @@ it open.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,7 +33,8 @@ from .copies import Copies
 from .differentiable import (
     JUMPING,
     KINKED,
-    UnchunkedCrossEntropy,
+    UNCHUNKED,
+    OtherForms,
     custom_operations,
     has,
     has_casts,
@@ -43,7 +43,7 @@ from .differentiable import (
     working_unit,
 )
 from .lanes import LaneLoss, stacked
-from .oracle import Oracle
+from .oracle import Oracle, local_problem
 from .point import afresh
 from .session import Session
 from .substitution import Substitution
@@ -304,10 +304,9 @@ class _LossCheck:
         with point.evaluating():
             return float(point.value(self.level, self.sample).detach().double())
 
-    def _gradient(self, x: Vector, y: Vector) -> tuple[float, Vector]:
-        """Return the value of the lower loss and its gradient in y."""
-        loss, gradient = self.oracle.at(x, y).lower(self.sample)
-        return float(loss), gradient
+    def _gradient(self, x: Vector, y: Vector) -> Vector:
+        """Return the gradient of the lower loss in y."""
+        return self.oracle.at(x, y).lower(self.sample)[1]
 
     # ------------------------------------------------------------------------------------------------ comparisons
 
@@ -321,32 +320,23 @@ class _LossCheck:
         found: dict[str, Judgement] = {}
         if concerns & {"lower yy", "lower xy"}:
             with self.oracle.lower_system(self.sample) as system:
-                (cross, product), in_y = system.both(along_y), system.gradient
-
-            @functools.cache
-            def ends(step: float) -> list[tuple[float, Vector]]:
-                return [self._gradient(self.x, self.y + along_y * t) for t in (step, -step)]
+                (cross, product), size = system.both(along_y), float(system.gradient.norm())
 
             def difference(e: float) -> Vector:
-                (_, above), (_, below) = ends(e)
+                above, below = (self._gradient(self.x, self.y + along_y * t) for t in (e, -e))
                 return (above - below) * (0.5 / e)
 
             def slope(e: float, along: Vector) -> Vector:
-                above, below = (self._gradient(self.x + along * t, self.y)[1] for t in (e, -e))
+                above, below = (self._gradient(self.x + along * t, self.y) for t in (e, -e))
                 return _number(float(along_y.dot(above - below)) / (2 * e))
 
-            size = float(in_y.norm())
-            if "lower y" in concerns:
-                found["y"] = self._slope("y", along_y, in_y, ends)
             if "lower yy" in concerns:
                 found["yy"] = self._judged(product, difference, self.y, product, size, self.clear)
             if "lower xy" in concerns:  # along a direction in x, the gradient in y along one in y
                 found["xy"] = self._judged_along(along_x, slope, self.x, cross, size, self.clear)
-            concerns = concerns & {"lower x"}
         vmapped = self._vmapped(copies)
-        if concerns or vmapped:
-            evaluate = self.oracle.upper if self.level == "upper" else self.oracle.lower_jointly
-            _, in_x, in_y = evaluate(self.sample)
+        if concerns & JOINT or vmapped:
+            _, in_x, in_y = self.oracle.upper(self.sample, self.level)
             for name, along, gradient in (("x", along_x, in_x), ("y", along_y, in_y)):
                 if f"{self.level} {name}" in concerns:
                     found[name] = self._slope(name, along, gradient)
@@ -354,21 +344,12 @@ class _LossCheck:
                 found["lanes"] = self._lanes(in_x, in_y)
         return found
 
-    def _slope(
-        self,
-        name: str,
-        along: Vector,
-        gradient: Vector,
-        ends: Callable[[float], list[tuple[float, Vector]]] | None = None,
-    ) -> Judgement:
-        """Compare a gradient with differences of values; ``ends`` has those along the whole direction."""
+    def _slope(self, name: str, along: Vector, gradient: Vector) -> Judgement:
+        """Compare a gradient with differences of values."""
         at = self.x if name == "x" else self.y
 
         def slope(e: float, own: Vector) -> Vector:
-            if ends is not None and own is along:
-                above, below = (value for value, _ in ends(e))
-            else:
-                above, below = (self._value(**{name: at + own * t}) for t in (e, -e))
+            above, below = (self._value(**{name: at + own * t}) for t in (e, -e))
             return _number((above - below) / (2 * e))
 
         return self._judged_along(along, slope, at, gradient, abs(self.value))
@@ -463,10 +444,8 @@ class _LossCheck:
         x = None if len(loss.leaves) == len(self.y) else Vector(t[:2] for t in self.x)
         few = stacked(base, Vector(t[:2] for t in self.y), x=x, shared_rng=loss.shared_rng)
         batch = select(self.sample.arguments[0], slice(0, 2))
-        if self.level == "upper":
-            value, in_x, in_y = few.upper(few.f.sample(batch))
-        else:
-            value, in_x, in_y = few.lower_jointly(few.g.sample(batch))
+        objective = few.f if self.level == "upper" else few.g
+        value, in_x, in_y = few.upper(objective.sample(batch), self.level)
         return Vector([value]), in_x, in_y
 
     # ------------------------------------------------------------------------------------------------ messages
@@ -490,53 +469,44 @@ class _LossCheck:
         """Return what to do instead, of that which is right when tried."""
         found = []
         if any("linear_cross_entropy" in name for name in self.operations):
-            with UnchunkedCrossEntropy():
+            with OtherForms(UNCHUNKED):
                 if self._are_right(which):
                     found.append("F.linear_cross_entropy without options=")
         if self.held != self.padding:
             if self._without_padding()._are_right(which):
                 found.append("a padding row of zeros (weight[padding_idx] = 0 under torch.no_grad())")
-            if self.mover is not None and self._is_right_at_one_point():
+            if self.mover is not None and self._changed(self.start, mover=None)._are_right("y", "yy", "xy", "lanes"):
                 found.append("exact products (AID with hvp='exact')")
         if which == "lanes" and self._are_right("x", "y"):
             found.append("vectorize=False")
         if which in ("yy", "xy") and not self.alone:
-            if self._are_differences_right():
+            differences = _apart(self.oracle, self.oracle.session, hvp="finite-difference")
+            if not self.kinks and self._changed(self.start, oracle=differences)._are_right(*ORDER):
                 found.append("hvp='finite-difference'")
             if not self.of_tasks and self._are_right("x", "y"):
-                found.append("F2SA" if self._are_right("lanes") else "F2SA with vectorize=False")
+                found.append("F2SA" if self._are_right("lanes", copies=True) else "F2SA with vectorize=False")
         return found
 
-    def _are_right(self, *names: str) -> bool:
-        """Return True if derivatives of first order are right, with copies under vmap if ``names`` include lanes."""
-        found = self._compared(frozenset(f"{self.level} {name}" for name in names), SEEDS[0], "lanes" in names)
+    def _are_right(self, *names: str, copies: bool = False) -> bool:
+        """Return True if these derivatives are right; ``copies``: compare copies under vmap in any case."""
+        found = self._compared(frozenset(f"{self.level} {name}" for name in names), SEEDS[0], copies)
         return all(found[name].outcome == "right" for name in names if name in found)
 
-    def _are_differences_right(self) -> bool:
-        """Return True if products from differences of gradients are right, judged by the gradients' own derivative."""
-        if self.kinks:
-            return False
+    def _changed(self, start: Oracle, **changes: Any) -> _LossCheck:
+        """Return a check with other attributes; ``start`` is where it is seen which padding rows move."""
         other = copy.copy(self)
-        other.oracle = _apart(self.oracle, self.oracle.session, hvp="finite-difference")
-        found = other._compared(frozenset({"lower y", "lower x", "lower yy", "lower xy"}), SEEDS[0])
-        return all(one.outcome == "right" for one in found.values())
-
-    def _is_right_at_one_point(self) -> bool:
-        """Return True if derivatives of second order are right where f does not move padding rows."""
-        other = copy.copy(self)
-        other.mover = None
-        other._hold_padding(self.start)
-        return all(one.outcome == "right" for one in other._compared(SECOND, SEEDS[0]).values())
+        vars(other).update(changes)
+        other._hold_padding(start)
+        return other
 
     def _without_padding(self) -> _LossCheck:
         """Return the same check where padding rows are zero, so that decay does not move them."""
-        other, y, split = copy.copy(self), self.y.clone(), len(self.x)
+        y, split = self.y.clone(), len(self.x)
         for i, row in self.padding:
             if i >= split:
                 y[i - split][..., row, :] = 0
-        other.oracle, other.y = self.oracle.at(self.x, y), y
-        other._hold_padding(other.oracle)
-        return other
+        there = self.oracle.at(self.x, y)
+        return self._changed(there, oracle=there, y=y)
 
 
 ORDER = ("y", "x", "lanes", "yy", "xy")  # a wrong gradient is the cause of wrong products
@@ -544,10 +514,7 @@ ORDER = ("y", "x", "lanes", "yy", "xy")  # a wrong gradient is the cause of wron
 
 def _apart(oracle: Oracle, session: Session, *, hvp: str = "exact", **options: Any) -> Oracle:
     """Return an oracle at the same point with bookkeeping of its own, whose ranks do not wait for each other."""
-    other = oracle.at()
-    other.session = Session.after(session, replace(session.options, hvp=hvp, **options))
-    other.checks, other.shared, other._features = other.session.checks, False, {}
-    return other
+    return local_problem(oracle, Session.after(session, replace(session.options, hvp=hvp, **options)))
 
 
 def _groups(vector: Vector) -> list[list[int]]:

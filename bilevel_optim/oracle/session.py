@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -27,7 +27,7 @@ from .differentiable import reaches
 __all__ = ["COUNTERS", "Checks", "EvaluationOptions", "LossFacts", "LowerTrend", "Session", "as_scalar"]
 
 Evaluation = Callable[[Sequence[Vector], Sequence[Vector | None]], AbstractContextManager[Sequence[Vector]]]
-_NONE = Kept({}, Buffers(complete=True))
+_NONE = Kept(Buffers(complete=True))
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
 STREAK = 10  # lower solves in a row that must agree before a warning
 
@@ -126,13 +126,15 @@ class Checks:
             self._require_finite(step)
         on, remaining = set(), iter(numbers[len(signs) :])
         for key, message, test, figures in self._alerts:
-            if test(*islice(remaining, len(figures))):
-                if key == REFUSAL:
-                    raise ValueError(_text(message))
-                on.add(key)
-                if key not in warned and not quiet(key):
-                    warned.add(key)
-                    warn(_text(message))
+            if not test(*islice(remaining, len(figures))):
+                continue
+            text = message if isinstance(message, str) else message()
+            if key == REFUSAL:
+                raise ValueError(text)
+            on.add(key)
+            if key not in warned and not quiet(key):
+                warned.add(key)
+                warn(text)
         return on
 
     def _require_finite(self, step: int) -> None:
@@ -351,13 +353,7 @@ class Session:
 
     def buffers_kept(self) -> AbstractContextManager[Kept]:
         """Restore module buffers (running statistics) after the block, which evaluates one loss once."""
-        return nullcontext(_NONE) if self.buffers_constant else self._buffers_kept()
-
-    @contextmanager
-    def _buffers_kept(self) -> Generator[Kept]:
-        with self.buffers.kept() as block:
-            yield block
-        self.buffers_skipped |= block.changed
+        return nullcontext(_NONE) if self.buffers_constant else Kept(self.buffers, self)
 
     # ------------------------------------------------------------------------------------------------ dependencies
 
@@ -454,7 +450,7 @@ class Session:
                 )
                 self.warned.add(level)
 
-    def dependent(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor] | None = None) -> Tensor:
+    def dependent(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor] | None) -> Tensor:
         """Return the loss, checked to depend on something; with x, note once if it ignores the other level."""
         if not loss.requires_grad and any(t.requires_grad for t in y):
             raise ValueError(self.independent(level))
@@ -511,10 +507,6 @@ def as_scalar(loss: Any, called: str) -> Tensor:
 
 def _itself(on: Any) -> Any:
     return on
-
-
-def _text(message: Message) -> str:
-    return message if isinstance(message, str) else message()
 
 
 def _read(scalars: list[Tensor]) -> list[float]:

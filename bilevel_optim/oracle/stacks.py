@@ -22,9 +22,9 @@ from torch._C._functorch import (
 )
 from torch.func import vmap
 
-from ..pytree import tree_map
+from ..pytree import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["FORMS", "mapped"]
+__all__ = ["FORMS", "mapped", "mapped_over"]
 
 FULL, CLASSES = (torch.float32, torch.float64), (torch.int64, torch.uint8)
 
@@ -44,6 +44,29 @@ def mapped(function: Callable[..., Any], stacks: Sequence[Tensor], n: int, rando
         return tree_map(lambda t: _remove_batch_dim(t, level, n, 0), found)
     finally:
         _vmap_decrement_nesting()
+
+
+def mapped_over(
+    function: Callable[..., Any], batch: Any, values: Sequence[Tensor], n: int, randomness: str, *, known: bool
+) -> Any:
+    """Return the stacked results of ``function(own_batch, *own_values)`` for the entries of n-fold stacks.
+
+    All tensors of the batch are stacks; whatever else it has is the same for all entries.
+    """
+    plain = type(batch) is tuple and all([type(t) is Tensor for t in batch])  # a shortcut
+    leaves, structure = (batch, None) if plain else tree_flatten(batch)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def one(*own: Tensor) -> Any:
+        mine, own_values = own[: len(places)], own[len(places) :]
+        if structure is None:
+            return function(mine, *own_values)
+        parts = list(leaves)
+        for i, leaf in zip(places, mine, strict=True):
+            parts[i] = leaf
+        return function(tree_unflatten(parts, structure), *own_values)
+
+    return mapped(one, [*[leaves[i] for i in places], *values], n, randomness, known=known)
 
 
 def _levels_of(t: Tensor) -> list[int]:
@@ -94,25 +117,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _lanes(stack, levels)
 
 
-def _levels_with_classes(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> list[int]:
-    """Return the levels of vmap in which an input is a stack, if the loss is the mean over rows of usual form."""
-    usual = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
-    usual = usual and input.dim() == 2 and input.shape[:1] == target.shape
-    return _levels_of(input) if usual and input.dtype in FULL and target.dtype in CLASSES else []
-
-
 def _class_loss(usual: Callable[..., Tensor], input: Tensor, target: Tensor, **options: Any) -> Tensor:
     """Compute minus the mean of the logarithms of the target classes in each lane; torch has no rule for it."""
-    levels = _levels_with_classes(input, target, **options)
+    mean = options.get("reduction", "mean") == "mean" and not options.get("label_smoothing")
+    mean = mean and all([options.get(name) is None for name in ("weight", "size_average", "reduce")])
+    mean = mean and input.dim() == 2 and input.shape[:1] == target.shape
+    levels = _levels_of(input) if mean and input.dtype in FULL and target.dtype in CLASSES else []
     if not levels:
         return usual(input, target, **options)
     logs, ignored = _stack(input, levels), options.get("ignore_index", -100)

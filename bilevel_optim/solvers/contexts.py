@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..oracle.lanes import LaneFeatures, local_problem, stacked
-from ..oracle.oracle import Oracle
+from ..oracle.lanes import LaneFeatures, stacked
+from ..oracle.oracle import Oracle, local_problem
 from ..problem.objective import Sample
 from ..problem.placement import to_device
 from ..problem.random import Counters

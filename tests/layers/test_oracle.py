@@ -387,7 +387,7 @@ def test_the_loop_takes_over_for_good_and_says_why(where):
         looks.append(None)
         raise error
 
-    found, session = run(3, **({"fails": error} if where == "fails" else {"first": first}))
+    found, session = run(3, **({"fails": error} if where == "fails" else {"first": first, "new": frozenset(["f"])}))
     assert found == [0, 1, 2]
     assert session.found.fallback == "RuntimeError: vmap: no rule for this"
     assert run(3, session=session, first=first)[0] == [0, 1, 2]

@@ -12,8 +12,7 @@ from ...optimizer.base import BilevelOptimizer
 from ...optimizer.options import choice, count, flag, number
 from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs
 from ...oracle.doors import START, WatchedStart, require_free_batch
-from ...oracle.lanes import local_problem
-from ...oracle.oracle import Oracle
+from ...oracle.oracle import Oracle, local_problem
 from ...problem.random import SEEDS
 from ...problem.vector import any_sharded
 from ...solvers.paths import Paths
