@@ -625,6 +625,31 @@ def test_a_sample_of_several_batches_is_checked_as_it_is_drawn():
     assert one.std > 0.1 * one.norm
 
 
+class _Weak(torch.autograd.Function):
+    """y^2 / 2 with a derivative that is 10 percent too small."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.save_for_backward(y)
+        return y.square() / 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return 0.9 * g * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize(("cls", "options"), [(bo.AID, {}), (bo.F2SA, {"nu": 1e-4}), (bo.PZOBO, {})])
+@pytest.mark.parametrize("reference", ["auto", "differences"])
+def test_a_wrong_lower_gradient_is_found_though_the_lower_solve_starts_where_it_is_right(cls, options, reference):
+    """Differences of the solved problem do not show it, because the problem is solved by that gradient."""
+    x = torch.tensor([2.0, -1.0, 3.0], dtype=torch.float64, requires_grad=True)
+    y = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    losses = lambda: (y - 1).square().sum() / 2, lambda: 0.2 * _Weak.apply(y).sum() - y @ x
+    optimizer = cls([x], [y], lr=0.1, lower_lr=4.0, lower_steps=30, **options)
+    with pytest.raises(GradcheckError, match=r"the lower loss's derivative in y is .* \(the likely cause .* _Weak\)"):
+        bo.check_hypergradient(optimizer, *losses, reference=reference)
+
+
 class _WrongSecond(torch.autograd.Function):
     """y^4 / 12 with a wrong second derivative, which is zero at y = 0."""
 

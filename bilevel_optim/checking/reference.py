@@ -168,6 +168,7 @@ def _exact(truths: Sequence[_Truth], starts: Sequence[Vector], kind: str, faults
         found.append(truth.exact(kind, truth.solve(start)[0]))
         if k == 0:
             gap, doubt = truth.gap(kind, found[0], faults)
+            truth.require_minimum(found[0].at.y)
     mean = torch.stack([flat(one.gradient) for one in found]).mean(0)
     solutions, residual = [one.at.y for one in found], max(one.at.residual for one in found)
     return Reference(mean, flat, kind, solutions, residual, faults, gap, max(one.error for one in found), doubt)
@@ -180,6 +181,7 @@ def _by_differences(
     x, clock, doubt = truths[0].oracle.x, truths[0].clock, ""
     clock.stage(0.1, 0.2)
     solved = [truth.polished(truth.solve(start)[0]) for truth, start in zip(truths, starts, strict=True)]
+    truths[0].require_minimum(solved[0].y)
     rows, errors, probes = list[float](), list[float](), basis_or_normal(x, directions)
     clock.stage(0.2, 0.6)
     for k, probe in enumerate(probes):
@@ -587,10 +589,20 @@ class _Truth:
                     "(model.eval())"
                 )
 
-    def faults(self, start: Vector) -> dict[str, str]:
+    def require_minimum(self, solution: Vector) -> None:
+        """Raise GradcheckError if the lower loss's derivative in y is not that of its values near a solution.
+
+        The problem is solved by that derivative, so differences of the solved problem do not show this. At the start
+        of the lower solve a wrong part of it may be too small to be seen.
+        """
+        if faults := self.faults(solution, "lower y"):
+            raise GradcheckError(f"{faults['lower y']}. {WHY}")
+
+    def faults(self, start: Vector, only: str = "") -> dict[str, str]:
         """Describe the derivatives of the losses that are not those of their values, near the start of the lower solve.
 
         Those that are wrong at one point are checked again at two others, because a kink is at some points only.
+        ``only`` names the one that is to be checked.
         """
         if self._unit > COARSE:
             return {}
@@ -608,16 +620,21 @@ class _Truth:
                 x = nearby(x, AWAY * k)
             if not all(math.isfinite(float(value(y, x)[0])) for value in (self.lower, self.upper)):
                 x, y = self.oracle.x, start
-            here = self._faults_at(x, y, 1.0 if not k or self._unit > 1e-12 else FINER)
+            here = self._faults_at(x, y, 1.0 if not k or self._unit > 1e-12 else FINER, only)
             found = {which: text for which, text in (found or here).items() if which in here}
             if not found:
                 break
         return found
 
-    def _faults_at(self, x: Vector, y: Vector, finer: float) -> dict[str, str]:
+    def _faults_at(self, x: Vector, y: Vector, finer: float, only: str) -> dict[str, str]:
         """Return the same at one point."""
         point, found = self.oracle.at(x, y), dict[str, str]()
-        (_, in_x, in_y), slope_ = self.upper(y, x), self.lower(y, x)[1]
+        slope_ = self.lower(y, x)[1]
+        if only:
+            for along_y, *_ in directions_for(y):
+                self._compare(found, only, y, slope_, along_y, finer, lambda p: self.lower(p, x)[0])
+            return found
+        _, in_x, in_y = self.upper(y, x)
         joint = _mean(lambda sample: point.lower_jointly(sample)[:2], self._lower)[1]
         for along_x, along_y, across in directions_for(x, y, y):
             self._compare(found, "upper x", x, in_x, along_x, finer, lambda p: self.upper(y, p)[0])

@@ -98,7 +98,7 @@ def implicit(
                 result = solve(system.hvp, grad_y, start, **lanes)
         oracle.checks.finite("hvp", [*result.solution, result.residual], SINGULAR if dense else "")
         said = None if dense else result.relative
-        product = grad_y
+        product = grad_y.add(result.solution, -result.damping) if result.damping else grad_y
         if check and not dense:
             if oracle.sharded:  # x and y may be tensors of two kinds, which have no difference
                 cross, product = system.cross(result.solution), system.hvp(result.solution)

@@ -19,7 +19,8 @@ class UniformIterate:
     .. math:: \hat x \sim \text{Uniform}\{x_1, \dots, x_T\}
 
     It is drawn during the run, without knowing T: the t-th iterate replaces the current choice with probability 1/t.
-    *When.* To follow a theorem; in practice the last iterate, or a mean of the last ones, is better.
+    *When.* To follow a theorem; in practice the last iterate, or a mean of the last ones, is better. It follows
+    ``step`` and ``run`` of the optimizer, not the steps of another optimizer after ``backward``.
 
     Args:
         optimizer: optimizer to follow from now on. The current x is the first iterate.

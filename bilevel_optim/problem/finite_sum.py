@@ -107,7 +107,13 @@ class FiniteSum(Objective):
         return torch.randint(self._count, count, generator=self.generator, device=device_of(self.generator))
 
     def term(self, index: int, *, once: bool = False) -> Sample:
-        """Return the sample of one term."""
+        """Return the sample of one term.
+
+        Raises:
+            IndexError: if there is no term of this index.
+        """
+        if not 0 <= index < self._count:
+            raise IndexError(f"there is no term {index}: those of this FiniteSum are numbered 0 to {self._count - 1}")
         sample = self.sample(*self.batches([index]), once=once)
         weight = self.weight(index)
         if weight is not None:

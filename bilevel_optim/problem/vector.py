@@ -32,12 +32,12 @@ class Vector(tuple[Tensor, ...]):
     __slots__ = ()
 
     def __add__(self, other: Sequence[Tensor]) -> Vector:  # type: ignore[override]
-        if len(self) == 1:  # common, and foreach costs more than the sum
+        if len(self) == 1 == len(other):  # common, and foreach costs more than the sum
             return Vector((self[0] + other[0],))
         return Vector(torch._foreach_add([*self], [*other]))
 
     def __sub__(self, other: Sequence[Tensor]) -> Vector:
-        if len(self) == 1:
+        if len(self) == 1 == len(other):
             return Vector((self[0] - other[0],))
         return Vector(torch._foreach_sub([*self], [*other]))
 
@@ -65,13 +65,13 @@ class Vector(tuple[Tensor, ...]):
         """Return ``self + alpha * other``, by one operation if ``alpha`` is a number."""
         if isinstance(alpha, Tensor):
             return self + Vector(other).times(alpha)
-        if len(self) == 1:
+        if len(self) == 1 == len(other):
             return Vector((torch.add(self[0], other[0], alpha=alpha),))
         return Vector(torch._foreach_add([*self], [*other], alpha=alpha))
 
     def descended(self, direction: Sequence[Tensor], rates: Sequence[Scalar]) -> Vector:
         """Return this vector minus the direction, with a learning rate for each tensor."""
-        if len(self) == 1 and type(rates[0]) is float:
+        if len(self) == 1 == len(direction) and type(rates[0]) is float:
             return Vector((torch.add(self[0], direction[0], alpha=-rates[0]),))
         if type(rates[0]) is float and len(set(rates)) == 1:
             return Vector(torch._foreach_add([*self], [*direction], alpha=-rates[0]))

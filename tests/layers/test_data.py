@@ -176,6 +176,14 @@ def test_finite_sum():
     assert Objective(lambda: None).draw().index is None
 
 
+@pytest.mark.parametrize("data", [torch.arange(7.0), [torch.ones(1)] * 7])
+def test_a_finite_sum_has_no_other_terms(data):
+    objective = bo.FiniteSum(lambda batch: batch.sum(), data)
+    for index in (-1, 7):
+        with pytest.raises(IndexError, match=f"no term {index}: .* numbered 0 to 6"):
+            objective.term(index)
+
+
 def test_many_indices_of_a_finite_sum_are_as_many_draws():
     ends = []
     for together in (False, True):

@@ -35,6 +35,14 @@ def test_algebra_is_that_of_the_concatenated_vector(tensors):
     assert (a * 2).__class__ is Vector
 
 
+def test_vectors_of_another_number_of_tensors_are_refused():
+    """A vector of one tensor too, whose operations are not those of torch for lists of tensors."""
+    a, b = Vector([torch.ones(2)]), Vector([torch.ones(2), torch.ones(3)])
+    for operation in (a.__add__, a.__sub__, lambda b: a.add(b, 2.0), lambda b: a.descended(b, [0.1]), a.dot):
+        with pytest.raises((RuntimeError, ValueError)):
+            operation(b)
+
+
 def test_rates_that_are_tensors_leave_the_types_as_they_are():
     a, rate = random(torch.float32), torch.tensor(0.1, dtype=torch.float64)
     found, expected = a.descended(a, [rate, rate, 0.1]), a.descended(a, [0.1] * 3)

@@ -283,6 +283,15 @@ def test_damping_shifts_the_hessian():
     close(problem.x[0].grad, problem.direct(y) + problem.D.T @ v, 1e-10, 1e-10)
 
 
+@pytest.mark.parametrize("solver", ["minres", "direct"])
+def test_the_curvature_of_a_damped_solve_is_that_of_the_loss(solver):
+    x, y = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    options = {"lower_lr": 0.1, "lower_steps": 0, "linear_solver": solver, "damping": 1.0}
+    optimizer = bo.AID([x], [y], lr=0.1, **options)
+    optimizer.backward(lambda: (y - 3).square().sum(), lambda: -0.1 * y.square().sum() - x @ y)
+    assert optimizer.metrics()["linear_curvature"] == pytest.approx(-0.2)
+
+
 def test_warm_start_of_the_linear_solver_pays():
     """With y and v warm, one CG step per outer step goes on where the last one ended."""
     problem, errors = Quadratic(kappa=100.0), []
