@@ -74,11 +74,11 @@ class BilevelOptimizer(Method):
             are. Implicit methods raise ValueError where it changes the solution. Default: None.
         check_finite: raise `NonFiniteError` if an oracle returns NaN or infinity, before anything is written. Costs one
             host synchronisation per step. Default: True.
-        check_derivatives: in the first step with new losses, compare each derivative that the method takes with
-            differences along a random direction, and raise `DerivativeError` if one is wrong. This costs about ten
-            lower gradients, which are not counted. What cannot be decided, because of kinks, noise or low precision, is
-            named in ``diagnostics["derivatives"]``. Each loss is also called once more to see whether it uses a graph
-            that was made outside it. Default: True.
+        check_derivatives: in the first step with new losses, and once more after ten steps, compare each derivative
+            that the method takes with differences along a random direction, and raise `DerivativeError` if one is
+            wrong. This costs about ten lower gradients, which are not counted. What cannot be decided, because of
+            kinks, noise or low precision, is named in ``diagnostics["derivatives"]``. Each loss is also called once
+            more to see whether it uses a graph that was made outside it. Default: True.
         generator: source of the method's own random numbers. Default: torch's default generator.
         vectorize: how to evaluate several copies of y: True, all at once under ``torch.func.vmap`` (but two or three
             copies of `F2SA` on a CPU in a loop, which is faster there); False, in a loop; a number, in chunks of that

@@ -111,6 +111,7 @@ from .transaction import (
 from .upper_gradient import check_gradients, warn_of_spent
 
 MOST_CHECKS = 16  # different losses of one optimizer whose derivatives are checked
+SECOND_CHECK = 10  # steps, after which derivatives that were checked before are checked once more
 _NONE_OF_SGD = OF_SGD.keys().isdisjoint
 PLAIN = (bool, int, float, str, tuple, type(None))
 # Arguments that may differ between ranks, or that are compared in another form (groups, and the optimizers made).
@@ -444,13 +445,16 @@ class Method(Options, Optimizer, ABC):
         self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool
     ) -> tuple[Estimate, Update | None]:
         """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
-        losses, known = self._losses(oracle, tasks), oracle.session.found.derivatives
-        new_losses = losses not in known and len(known) < MOST_CHECKS
+        losses, found = self._losses(oracle, tasks), oracle.session.found
+        new_losses = losses not in found.derivatives and len(found.derivatives) < MOST_CHECKS
         if new_losses:
-            oracle.session.found.look_again()
+            found.look_again()
+        # Where x and y begin, such as zero, a wrong part of a derivative may vanish.
+        checks = new_losses or (self.check_derivatives and found.checked < SECOND_CHECK <= self._run_state.steps)
+        if checks:
             oracle.session.used = {} if self.check_derivatives else None
         estimate = self._estimate(oracle, inputs, tasks)
-        if new_losses:
+        if checks:
             self._check_derivatives(oracle, tasks)
         if oracle.session.buffers_skipped:
             advance_buffers(oracle, estimate.lower)
@@ -475,7 +479,8 @@ class Method(Options, Optimizer, ABC):
             unchecked = "losses not checked: hooks change their gradients"
             opened = unchecked if hooked else check_derivatives(session, self._derivatives)
         # While the codes exist, so do their ids; an evaluation may have found modules, whose mode counts.
-        session.found.note_derivatives(self._losses(oracle, tasks), opened, *oracle.f.codes, *oracle.g.codes)
+        losses, steps = self._losses(oracle, tasks), self._run_state.steps
+        session.found.note_derivatives(steps, losses, opened, *oracle.f.codes, *oracle.g.codes)
 
     @property
     def _derivatives(self) -> frozenset[str]:

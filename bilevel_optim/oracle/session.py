@@ -193,6 +193,7 @@ class LossFacts:
     dependency_checked: frozenset[str] = frozenset()  # levels whose dependencies are known
     derivatives: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)  # of checked losses: open questions, code
     opened: str = ""  # all of these questions
+    checked: int = 0  # steps before the last check of derivatives
     ignores_other_level: frozenset[str] = frozenset()  # levels whose loss depends on no parameter of the other one
 
     def __getstate__(self) -> dict[str, Any]:
@@ -212,8 +213,9 @@ class LossFacts:
             found["derivatives"] = self.opened
         return found
 
-    def note_derivatives(self, losses: Any, opened: str, *codes: Any) -> None:
-        """Note that derivatives of losses were checked, and which questions that has left open."""
+    def note_derivatives(self, steps: int, losses: Any, opened: str, *codes: Any) -> None:
+        """Note that derivatives of losses were checked after so many steps, and which questions that has left open."""
+        self.checked = steps
         self.derivatives = {**self.derivatives, losses: (opened, *codes)}
         self.opened = "; ".join(sorted({own[0] for own in self.derivatives.values()} - {""}))
 
