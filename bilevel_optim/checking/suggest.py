@@ -463,6 +463,7 @@ class _Search:
     def __init__(self, trials: Trials, measured: _Measured, groups: Groups, clock: TimeLimit) -> None:
         self.trials, self.measured, self._groups, self._clock = trials, measured, groups, clock
         self.start, self._most, self._scale = math.nan, math.inf, math.inf
+        self._all: dict[str, list[_Try]] = {}  # of each method, by kind in order of rates
         self._found: dict[str, SuggestionRow] = {}
         self._reasons: dict[str, str] = {}
         self._reach: dict[str, int] = {}  # of the tries that became rows
@@ -477,13 +478,13 @@ class _Search:
         self.start = fixed.outcome.final_loss if math.isfinite(fixed.outcome.final_loss) else first
         self._scale = max(abs(self.start), abs(first - self.start), 1e-12)
         self._most = max(self.start, first)
-        all_tries = {name: self._rates(name) for name in methods}
-        left = dict(all_tries)
+        self._all = {name: self._rates(name) for name in methods}
+        left = dict(self._all)
         for k, budget in enumerate(BUDGETS):
             for j, (name, tries) in enumerate(left.items()):
                 self._clock.stage((k + j / len(left)) / 5, (k + (j + 1) / len(left)) / 5)
                 left[name] = self._best(tries, budget)
-        self._unmeasured = {name for name, tries in all_tries.items() if not all([one.reach for one in tries])}
+        self._unmeasured = {name for name, tries in self._all.items() if not all([one.reach for one in tries])}
         found = sorted(left, key=lambda name: min((one.order for one in left[name]), default=(0, math.inf)))
         self._finalists = [*[name for name in found if name != "FirstOrder"][:FINALISTS], "FirstOrder"]
         for j, name in enumerate(found):
@@ -510,11 +511,21 @@ class _Search:
     # ------------------------------------------------------------------------------------------------ one method
 
     def _sound(self, tries: Sequence[_Try], of: int, budget: int | None = None) -> list[_Try]:
-        """Run tries, the first of so many, and return those that did not diverge."""
+        """Run tries of one method, the first of so many, and return those that did not diverge.
+
+        If none of a kind lowers the upper loss at this cost, smaller rates follow that did so at a smaller cost.
+        """
         for i, one in enumerate(tries):
             self._clock.show(f"{one.name}, {one.kind} {one.settings['lr']:.2g}", i / of)
             self._tried(one, budget)
-        return [one for one in tries if math.isfinite(one.loss)]
+        found = [*tries]
+        for kind in {one.kind for one in tries}:
+            least = min([one.settings["lr"] for one in tries if one.kind == kind])
+            smaller = [one for one in self._all[tries[0].name] if one.kind == kind and one.settings["lr"] < least]
+            while smaller and not any(one.kind == kind and one.loss < self.start for one in found):
+                if (one := smaller.pop()).loss < self.start:
+                    found.append(self._tried(one, budget))
+        return [one for one in found if math.isfinite(one.loss)]
 
     def _best(self, tries: Sequence[_Try], budget: int) -> list[_Try]:
         """Return the best tries of each kind, after a round at this cost."""

@@ -449,7 +449,7 @@ class Method(Options, Optimizer, ABC):
         new_losses = losses not in found.derivatives and len(found.derivatives) < MOST_CHECKS
         if new_losses:
             found.look_again()
-        # Where x and y begin, such as zero, a wrong part of a derivative may vanish.
+        # A wrong part of a derivative may vanish where x and y begin, such as at zero.
         checks = new_losses or (self.check_derivatives and found.checked < SECOND_CHECK <= self._run_state.steps)
         if checks:
             oracle.session.used = {} if self.check_derivatives else None

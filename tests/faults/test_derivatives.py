@@ -396,6 +396,35 @@ def test_random_numbers_go_on_as_without_the_check(kind):
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA])
+def test_what_is_right_where_y_begins_is_compared_again(cls, compiled):
+    """At y = 0 the wrong part of a derivative is zero; the second check comes after ten steps."""
+
+    class Energy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            ctx.save_for_backward(y)
+            return y.square().sum() / 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 0.9 * gradient * ctx.saved_tensors[0]
+
+        @staticmethod
+        def vmap(info, dims, y):
+            return y.movedim(dims[0], 0).square().sum(1) / 2, 0
+
+    x, y = torch.tensor([2.0, -1.0, 3.0], requires_grad=True), torch.zeros(3, requires_grad=True)
+    optimizer = cls([x], [y], lr=0.0, lower_lr=1.0, lower_steps=2)
+    losses = lambda: (y - 1).square().sum() / 2, lambda: 0.2 * Energy.apply(y) - y @ x
+    if compiled:
+        optimizer.compile(backend="eager")
+    with pytest.raises(bo.DerivativeError, match="the operation Energy"):
+        list(map(optimizer.step, *zip(*[losses] * 20, strict=True)))
+    assert optimizer._run_state.steps == (16 if compiled else 10)
+
+
 def test_only_new_losses_are_checked(monkeypatch):
     checks = []
     monkeypatch.setattr("bilevel_optim.optimizer.method.check_derivatives", lambda *a: checks.append(a) or "")
