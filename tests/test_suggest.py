@@ -303,6 +303,21 @@ def test_methods_that_were_not_measured_are_not_ranked(monkeypatch, looks, metho
     assert not ((unmeasured or "ended the trials early" in str(suggestion)) and "nothing was better" in str(suggestion))
 
 
+def test_smaller_rates_follow_where_larger_ones_stop_lowering_the_loss(monkeypatch):
+    """SOBA's fastest rates of a short trial let y fall behind in a longer one."""
+    monkeypatch.setattr(module, "BUDGETS", (100, 200, 400))
+    monkeypatch.setattr(module, "LAST", 800)
+    torch.manual_seed(0)
+    basis, _ = torch.linalg.qr(torch.randn(6, 6))
+    hessian = basis @ torch.diag(torch.tensor([1.0, 2.0, 3.0, 5.0, 8.0, 10.0])) @ basis.T
+    cross, target = torch.randn(6, 4), torch.randn(6)
+    x, y = torch.randn(4, requires_grad=True), torch.zeros(6, requires_grad=True)
+    upper = lambda: (y - target).square().sum() / 2 + 0.1 * x.square().sum()  # noqa: E731
+    lower = lambda: y @ hessian @ y / 2 - y @ cross @ x + 0.05 * y.pow(4).sum()  # noqa: E731
+    suggestion = suggest([x], [y], upper, lower, methods=["SOBA"])
+    assert suggestion.rows["SOBA"].loss < 0.6 * suggestion.start
+
+
 def test_no_method_to_try_is_refused():
     x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
     losses = lambda: y.square().sum(), lambda: (y - x).square().sum()
