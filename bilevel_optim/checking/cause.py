@@ -57,7 +57,7 @@ def cause(
             if (found := _with(optimizer, step, value * factor, retried)) <= PART * at_solution:
                 return (
                     f"{own}{step} = {value:.3g}: use another {step}, such as {value * factor:.3g}, with which the "
-                    f"error is {found:.2g} (the method's docstring says how the error depends on it)"
+                    f"error is at most {found:.2g} (the method's docstring says how the error depends on it)"
                 )
         return (
             f"{own}not {step} = {value:.3g}, because a fourth and four times of it are no better; use more lower_steps "

@@ -621,7 +621,7 @@ def _inverse(value: Tensor) -> Tensor:
 
 
 def quotient(size: Tensor, unit: Tensor) -> Tensor:
-    """Return a size in units of another; it is finite if both are."""
+    """Return a size in units of another, which may be zero: then it is zero or very large, not NaN."""
     return size / unit.clamp_min(torch.finfo(unit.dtype).tiny)
 
 
