@@ -81,6 +81,8 @@ def require_compilable(optimizer: Method, oracle: Oracle) -> None:
     """Raise `Refused` for a step that cannot be compiled, for a reason that the eager step has shown."""
     if oracle.sharded:
         raise Refused("parameters are sharded (DTensor), and such steps are always eager")
+    if torch.is_anomaly_enabled():  # it reads values in a trace
+        raise Refused("torch's anomaly detection is on: switch it off, and call compile() again")
     if any_hooks((*oracle.live_x, *oracle.live_y)):
         raise Refused("a parameter has a hook, which a graph would not call: remove it, or keep the steps eager")
     if oracle.session.one_by_one:

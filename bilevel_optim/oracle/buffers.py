@@ -27,23 +27,27 @@ from ..problem.objective import Loss, Objective, version_of
 __all__ = ["Buffers", "Kept", "modules_of", "unnoted"]
 
 Note = Callable[[nn.Module, Any], None]
-Before = dict[tuple[nn.Module, str], tuple[Tensor, int]]  # values of buffers, with their versions
+Before = dict[tuple[nn.Module, str], tuple[Tensor, Tensor, int]]  # buffers with their values and versions
 COUNT = "num_batches_tracked"
+STRIDED = torch.strided
 
 
 class Buffers:
     """The module buffers that an evaluation in training mode changes: running statistics, power iterations.
 
     A closure does not show which modules it calls, and an update need not show in a tensor's version. So in the first
-    step, and in that after new losses or groups, a hook records the modules called and the values of their buffers.
-    Those that changed are known from then on, and so are all normalisations that the losses can reach. (Not in every
-    step, because the hook makes compiled modules recompile, and constant buffers can be large.)
+    step, and in that after new losses or groups, the values of the buffers are recorded: of all modules that the losses
+    can reach, and, by a hook, of those called. Those that changed are known from then on, and so are all normalisations
+    that the losses can reach. (Not in every step, because the hook makes compiled modules recompile, and constant
+    buffers can be large.)
     """
 
     def __init__(self, *, complete: bool = False) -> None:
         self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self.complete = complete  # a whole step has been recorded
         self._none = True  # no buffer is known to change
+        self._always: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose buffers change in evaluation mode
+        self._reached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those with buffers that the losses can reach
         self._called: dict[bool, weakref.WeakSet[nn.Module]] = {mode: weakref.WeakSet() for mode in (True, False)}
         self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # known normalisations that nothing has called yet
         self._losses: dict[Any, Any] = {}  # code of the losses whose modules are known, with their own modules
@@ -65,6 +69,8 @@ class Buffers:
                     self.complete = False
                     for module in modules_of(loss):
                         self._know(module)
+                        if next(module.buffers(recurse=False), None) is not None:
+                            self._reached.add(module)
 
     def _know(self, module: nn.Module) -> None:
         """Restore the buffers of a module from now on, if it is a normalisation."""
@@ -93,7 +99,8 @@ class Buffers:
         """Return the buffers that evaluations currently change, in a fixed order."""
         if self._none:
             return []
-        found = [getattr(m, name) for m, names in self._changing.items() if m.training for name in sorted(names)]
+        now = [(m, names) for m, names in self._changing.items() if m.training or m in self._always]
+        found = [getattr(m, name) for m, names in now for name in sorted(names)]
         return [buffer for buffer in found if buffer is not None]
 
     @contextmanager
@@ -101,11 +108,15 @@ class Buffers:
         """Yield the values of the buffers before the block changes them."""
         if self.complete:
             yield {
-                (module, name): (buffer.detach().clone(), version_of(buffer))
+                (module, name): (buffer, buffer.detach().clone(), version_of(buffer))
                 for module, names in self._changing.items()
                 for name in names
                 # An evaluation may change a module that trains, or whose mode losses switch.
-                if (module.training or (module in self._called[True] and module in self._called[False]))
+                if (
+                    module.training
+                    or module in self._always
+                    or (module in self._called[True] and module in self._called[False])
+                )
                 and (buffer := getattr(module, name)) is not None
                 and not is_lazy(buffer)
             }
@@ -121,12 +132,11 @@ class Buffers:
                 require_no_exchange(part)
                 if next(part.buffers(recurse=False), None) is not None:
                     self._called[part.training].add(part)
-                if part.training:
-                    for name, buffer in part.named_buffers(recurse=False):
-                        if (part, name) not in before and not is_lazy(buffer):
-                            before[part, name] = buffer.detach().clone(), version_of(buffer)
+                _record(part, before)
                 self._know(part)
 
+        for reached in [*self._reached]:  # a loss may call a method of a module, which no hook sees
+            _record(reached, before)
         _expect_hooks()
         with _NOTES.on(note):
             yield before
@@ -134,20 +144,23 @@ class Buffers:
     def restored(self, before: Before) -> bool:
         """Restore recorded values; return True if there were any to restore."""
         found, idle = False, self.still_idle(before)
-        for (module, name), (value, _) in before.items():
-            buffer = getattr(module, name)
-            if buffer is not None and (self.complete or not torch.equal(buffer, value)):
+        for (module, name), (buffer, value, _) in before.items():
+            if self.complete or _changed(module, name, buffer, value):
                 if not self.complete:
                     self._none = False
                     self._changing.setdefault(module, set()).update(_buffers(module) if _normalises(module) else [name])
+                    if not module.training:
+                        self._always.add(module)
                 found = found or module not in idle
-                buffer.data.copy_(value)  # graphs that saved the buffer with this value stay valid
+                module._buffers[name] = buffer  # a module may have assigned another one, under vmap one of its lanes
+                if buffer.layout is STRIDED:
+                    buffer.data.copy_(value)  # graphs that saved the buffer with this value stay valid
         return found
 
     def still_idle(self, before: Before) -> set[nn.Module]:
         """Return the normalisations that nothing has called since either: the versions of their buffers show it."""
         if self._idle:
-            self._idle -= {m for (m, name), (_, version) in before.items() if version_of(getattr(m, name)) != version}
+            self._idle -= {m for (m, name), (*_, version) in before.items() if version_of(getattr(m, name)) != version}
         return {*self._idle}
 
 
@@ -186,10 +199,7 @@ class Kept:
         if self.buffers.complete:  # a comparison would wait for the device
             idle = self.buffers.still_idle(self._before)
             return any(module not in idle for module, _ in self._before)
-        return any(
-            (buffer := getattr(module, name)) is not None and not torch.equal(buffer, value)
-            for (module, name), (value, _) in self._before.items()
-        )
+        return any(_changed(*key, buffer, value) for key, (buffer, value, _) in self._before.items())
 
 
 class _Notes(threading.local):
@@ -232,6 +242,20 @@ def _expect_hooks() -> None:
     text = "Using `torch.compile(module)` when there are global hooks"
     if not any(own[0] == "ignore" and own[1] is not None and own[1].match(text) for own in warnings.filters):
         warnings.filterwarnings("ignore", message=re.escape(text))
+
+
+def _record(module: nn.Module, before: Before) -> None:
+    """Record the values of a module's own buffers that evaluations may change."""
+    if module.training or not _normalises(module):
+        for name, buffer in module.named_buffers(recurse=False):
+            if (module, name) not in before and not is_lazy(buffer) and not buffer.is_meta:
+                before[module, name] = buffer, buffer.detach().clone(), version_of(buffer)
+
+
+def _changed(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> bool:
+    """Return True if a buffer has another value, or has been replaced, since it was recorded."""
+    same = buffer.layout is not STRIDED or torch.equal(buffer, value)  # torch does not compare sparse ones
+    return module._buffers.get(name) is not buffer or not same
 
 
 def _normalises(module: nn.Module) -> bool:

@@ -130,3 +130,15 @@ def test_batches_with_texts_are_eager_after_a_few():
     with pytest.warns(bo.BilevelWarning, match="16 graphs, and none is for data of these shapes and constants"):
         assert all(optimizer.step(lambda: (y - 1).square().sum(), lower).isfinite() for _ in range(40))
     assert optimizer.captured_graphs <= 16
+
+
+def test_anomaly_detection_is_named():
+    """The reason used to be that a loss reads a value."""
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2)
+    optimizer.compile(backend="eager")
+    losses = lambda: (y - 1).square().sum(), lambda: (y - x).square().sum()
+    with torch.autograd.set_detect_anomaly(True):
+        optimizer.step(*losses)
+        with pytest.warns(bo.BilevelWarning, match="anomaly detection is on"):
+            optimizer.step(*losses)

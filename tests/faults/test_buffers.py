@@ -316,3 +316,59 @@ def test_a_step_that_fails_leaves_the_statistics(cls):
         with pytest.raises(ArithmeticError):
             optimizer.step(lambda: net(rows).square().sum(), lower)
         assert all(map(torch.equal, net.buffers(), before))
+
+
+class Centred(nn.Module):
+    """A layer with a moving mean, which moves in evaluation mode too, and by a method that no hook sees."""
+
+    def __init__(self, assigns):
+        super().__init__()
+        self.linear, self.assigns = nn.Linear(2, 3).double(), assigns
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def encode(self, rows):
+        hidden = self.linear(rows)
+        centred, new = hidden - self.mean, 0.5 * self.mean + 0.5 * hidden.detach().mean(0)
+        if self.assigns:
+            self.mean = new
+        else:
+            self.mean.copy_(new)
+        return centred
+
+    forward = encode
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize(
+    ("training", "by_method", "assigns"),
+    [(True, False, True), (True, True, False), (False, False, False), (False, True, True)],
+)
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA, bo.ITD, bo.PZOBO])
+def test_other_buffers_move_once_in_a_step(cls, training, by_method, assigns):
+    """They used to move at every evaluation, and to hold a lane of ``vmap`` after an assignment there."""
+    torch.manual_seed(0)
+    net, x = Centred(assigns).train(training), torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    call = net.encode if by_method else net
+    rows = torch.randn(5, 2, dtype=torch.float64)
+
+    def lower():
+        return (call(rows) - 1).square().mean() + (x.exp() * net.linear.weight.square()).sum()
+
+    optimizer = cls([x], net.parameters(), lr=0.01, lower_lr=0.01, lower_steps=3)
+    for _ in range(3):
+        before = net.mean.clone()
+        optimizer.step(lambda: call(rows).square().mean(), lower)
+        close([net.mean], [0.5 * before + 0.5 * net.linear(rows).detach().mean(0)], atol=1e-12, rtol=1e-12)
+
+
+def test_a_sparse_buffer():
+    """Torch does not compare sparse tensors."""
+    net, x = Centred(False).double(), torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    net.register_buffer("graph", torch.eye(5, dtype=torch.float64).to_sparse())
+    rows = torch.randn(5, 2, dtype=torch.float64)
+
+    def lower():
+        return (net.graph @ net(rows) - 1).square().mean() + (x.exp() * net.linear.weight.square()).sum()
+
+    optimizer = bo.AID([x], net.parameters(), lr=0.01, lower_lr=0.01, lower_steps=3)
+    optimizer.step(lambda: net(rows).square().mean(), lower)
