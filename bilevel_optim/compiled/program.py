@@ -109,7 +109,7 @@ class StepProgram:
         if self._once is None:
             small = self.program.small
             self._once = self.program if small is None else small.reusing(self.writer.kept)
-        return Call(arguments, self._once(arguments if self.program.small else [*arguments]))
+        return Call(arguments, self._once([*arguments]))
 
     def results(self, call: Call) -> Results:
         """Return the step's results from a call."""
