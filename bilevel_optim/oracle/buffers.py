@@ -23,13 +23,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed.sharding import require_no_exchange
 from ..problem.objective import Loss, Objective, version_of
+from ..problem.parameters import overlaps_itself
 
 __all__ = ["Buffers", "Kept", "modules_of", "unnoted"]
 
 Note = Callable[[nn.Module, Any], None]
-Before = dict[tuple[nn.Module, str], tuple[Tensor, Tensor, int]]  # buffers with their values and versions
+Before = dict[tuple[nn.Module, str], tuple[Tensor | None, Tensor, int]]  # buffers with their values and versions
 COUNT = "num_batches_tracked"
 STRIDED = torch.strided
+NOTHING = torch.empty(0)
 
 
 class Buffers:
@@ -37,9 +39,9 @@ class Buffers:
 
     A closure does not show which modules it calls, and an update need not show in a tensor's version. So in the first
     step, and in that after new losses or groups, the values of the buffers are recorded: of all modules that the losses
-    can reach, and, by a hook, of those called. Those that changed are known from then on, and so are all normalisations
-    that the losses can reach. (Not in every step, because the hook makes compiled modules recompile, and constant
-    buffers can be large.)
+    can reach, and, by a hook, of those called; and again in a step that finds one of them in another mode, or with
+    other buffers. Those that changed are known from then on, and so are all normalisations that the losses can reach.
+    (Not in every step, because the hook makes compiled modules recompile, and constant buffers can be large.)
     """
 
     def __init__(self, *, complete: bool = False) -> None:
@@ -49,13 +51,21 @@ class Buffers:
         self._always: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose buffers change in evaluation mode
         self._reached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those with buffers that the losses can reach
         self._called: dict[bool, weakref.WeakSet[nn.Module]] = {mode: weakref.WeakSet() for mode in (True, False)}
+        self._forms: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()  # as recorded
         self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # known normalisations that nothing has called yet
         self._losses: dict[Any, Any] = {}  # code of the losses whose modules are known, with their own modules
         self._last: list[weakref.ref[Any]] = []  # the last losses
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all that the first step has called
 
     def expect(self, losses: Sequence[Loss | None]) -> None:
-        """If losses are new, record the modules of the next step, and find the normalisations that they can reach."""
+        """If losses are new, record the modules of the next step, and find the normalisations that they can reach.
+
+        Also record them if a module is in a mode, or has buffers, that no recorded step has seen.
+        """
+        for module, forms in self._forms.items():
+            if (form := _form(module)) not in forms:
+                forms.add(form)
+                self.complete = False
         if len(self._last) == len(losses) and all([ref() is own for ref, own in zip(self._last, losses, strict=True)]):
             return
         self._last = [weakref.ref(own) for own in losses if own is not None]
@@ -69,11 +79,13 @@ class Buffers:
                     self.complete = False
                     for module in modules_of(loss):
                         self._know(module)
-                        if next(module.buffers(recurse=False), None) is not None:
+                        if module._buffers:
                             self._reached.add(module)
 
     def _know(self, module: nn.Module) -> None:
-        """Restore the buffers of a module from now on, if it is a normalisation."""
+        """Restore the buffers of a module from now on, if it is a normalisation; else note its form."""
+        if module._buffers and not _normalises(module):
+            self._forms.setdefault(module, set()).add(_form(module))
         if _normalises(module) and module not in self._changing:
             self._none = False
             self._changing[module] = {*_buffers(module)}
@@ -100,7 +112,7 @@ class Buffers:
         if self._none:
             return []
         now = [(m, names) for m, names in self._changing.items() if m.training or m in self._always]
-        found = [getattr(m, name) for m, names in now for name in sorted(names)]
+        found = [m._buffers.get(name) for m, names in now for name in sorted(names)]
         return [buffer for buffer in found if buffer is not None]
 
     @contextmanager
@@ -117,7 +129,7 @@ class Buffers:
                     or module in self._always
                     or (module in self._called[True] and module in self._called[False])
                 )
-                and (buffer := getattr(module, name)) is not None
+                and (buffer := module._buffers.get(name)) is not None
                 and not is_lazy(buffer)
             }
             return
@@ -146,21 +158,29 @@ class Buffers:
         found, idle = False, self.still_idle(before)
         for (module, name), (buffer, value, _) in before.items():
             if self.complete or _changed(module, name, buffer, value):
-                if not self.complete:
+                if not self.complete and buffer is not None:  # one that is made is recorded in the next step
                     self._none = False
                     self._changing.setdefault(module, set()).update(_buffers(module) if _normalises(module) else [name])
                     if not module.training:
                         self._always.add(module)
                 found = found or module not in idle
                 module._buffers[name] = buffer  # a module may have assigned another one, under vmap one of its lanes
-                if buffer.layout is STRIDED:
+                if buffer is None or buffer.layout is not STRIDED:
+                    continue
+                if buffer.shape != value.shape or overlaps_itself(buffer):
+                    buffer.data = value
+                else:
                     buffer.data.copy_(value)  # graphs that saved the buffer with this value stay valid
         return found
 
     def still_idle(self, before: Before) -> set[nn.Module]:
         """Return the normalisations that nothing has called since either: the versions of their buffers show it."""
         if self._idle:
-            self._idle -= {m for (m, name), (*_, version) in before.items() if version_of(getattr(m, name)) != version}
+            self._idle -= {
+                module
+                for (module, name), (buffer, _, version) in before.items()
+                if module._buffers.get(name) is not buffer or (buffer is not None and version_of(buffer) != version)
+            }
         return {*self._idle}
 
 
@@ -247,15 +267,25 @@ def _expect_hooks() -> None:
 def _record(module: nn.Module, before: Before) -> None:
     """Record the values of a module's own buffers that evaluations may change."""
     if module.training or not _normalises(module):
-        for name, buffer in module.named_buffers(recurse=False):
-            if (module, name) not in before and not is_lazy(buffer) and not buffer.is_meta:
+        for name, buffer in module._buffers.items():
+            if (module, name) in before:
+                continue
+            if buffer is None:
+                before[module, name] = None, NOTHING, 0
+            elif not is_lazy(buffer) and not buffer.is_meta:
                 before[module, name] = buffer, buffer.detach().clone(), version_of(buffer)
 
 
-def _changed(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> bool:
-    """Return True if a buffer has another value, or has been replaced, since it was recorded."""
-    same = buffer.layout is not STRIDED or torch.equal(buffer, value)  # torch does not compare sparse ones
-    return module._buffers.get(name) is not buffer or not same
+def _changed(module: nn.Module, name: str, buffer: Tensor | None, value: Tensor) -> bool:
+    """Return True if a buffer has another value, or has been replaced or made, since it was recorded."""
+    if module._buffers.get(name) is not buffer:
+        return True
+    return buffer is not None and buffer.layout is STRIDED and not torch.equal(buffer, value)  # no sparse ones
+
+
+def _form(module: nn.Module) -> tuple[bool, tuple[str, ...]]:
+    """Return the mode of a module, and the names of its buffers."""
+    return module.training, tuple([name for name, buffer in module._buffers.items() if buffer is not None])
 
 
 def _normalises(module: nn.Module) -> bool:

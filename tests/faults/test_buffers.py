@@ -372,3 +372,64 @@ def test_a_sparse_buffer():
 
     optimizer = bo.AID([x], net.parameters(), lr=0.01, lower_lr=0.01, lower_steps=3)
     optimizer.step(lambda: net(rows).square().mean(), lower)
+
+
+class Lately(nn.Module):
+    """A layer with a moving mean, which moves in each of these ways."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(2, 3).double(), how
+        self.register_buffer("other", None)
+        if how != "registered":
+            shape = (1, 3) if how == "grows" else 3
+            self.register_buffer("mean", None if how == "made" else torch.zeros(shape, dtype=torch.float64))
+
+    def forward(self, rows):
+        hidden = self.linear(rows)
+        if not hasattr(self, "mean"):
+            return hidden
+        mean, new = self.mean, hidden.detach().mean(0)
+        mean = torch.zeros(3, dtype=torch.float64) if mean is None else mean
+        if self.how == "grows":
+            hidden = hidden - mean.sum(0)
+            self.mean.data = torch.cat([mean, new[None]])
+            return hidden
+        if self.how == "expanded":
+            self.mean = (0.5 * mean[0] + 0.5 * new.mean()).expand(3)
+        elif self.how == "made" or self.training:
+            self.mean = 0.5 * mean + 0.5 * new
+        return hidden - mean
+
+
+@pytest.mark.parametrize("how", ["made", "grows", "expanded", "trains", "registered", "deleted"])
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA])
+def test_buffers_that_are_made_or_change_later(cls, how):
+    """They used to move at every evaluation of a step, or to raise an error that did not say why."""
+    torch.manual_seed(0)
+    net, x = Lately(how).train(how != "trains"), torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(5, 2, dtype=torch.float64)
+
+    def lower():
+        return (net(rows) - 1).square().mean() + (x.exp() * net.linear.weight.square()).sum()
+
+    optimizer = cls([x], net.linear.parameters(), lr=0.01, lower_lr=0.01, lower_steps=3)
+    for step in range(4):
+        if step == 2:
+            net.train()
+            if how == "registered":
+                net.register_buffer("mean", torch.ones(3, dtype=torch.float64))
+            if how == "deleted":
+                del net.mean
+        before = getattr(net, "mean", None)
+        before = torch.zeros(3, dtype=torch.float64) if before is None else before.clone()
+        has = hasattr(net, "mean")
+        optimizer.step(lambda: net(rows).square().mean(), lower)
+        new = net.linear(rows).detach().mean(0)
+        want = 0.5 * before + 0.5 * (new.mean() if how == "expanded" else new)
+        if how == "grows":
+            want = torch.cat([before, new[None]])
+        if how == "trains" and step < 2:
+            want = before
+        if has:
+            close([net.mean], [want], atol=1e-12, rtol=1e-12)
