@@ -112,7 +112,7 @@ class Buffers:
         if self._none:
             return []
         now = [(m, names) for m, names in self._changing.items() if m.training or m in self._always]
-        found = [m._buffers.get(name) for m, names in now for name in sorted(names)]
+        found = [getattr(m, name, None) for m, names in now for name in sorted(names)]
         return [buffer for buffer in found if buffer is not None]
 
     @contextmanager
@@ -129,7 +129,7 @@ class Buffers:
                     or module in self._always
                     or (module in self._called[True] and module in self._called[False])
                 )
-                and (buffer := module._buffers.get(name)) is not None
+                and (buffer := getattr(module, name, None)) is not None
                 and not is_lazy(buffer)
             }
             return
@@ -179,7 +179,7 @@ class Buffers:
             self._idle -= {
                 module
                 for (module, name), (buffer, _, version) in before.items()
-                if module._buffers.get(name) is not buffer or (buffer is not None and version_of(buffer) != version)
+                if getattr(module, name, None) is not buffer or (buffer is not None and version_of(buffer) != version)
             }
         return {*self._idle}
 
@@ -278,7 +278,7 @@ def _record(module: nn.Module, before: Before) -> None:
 
 def _changed(module: nn.Module, name: str, buffer: Tensor | None, value: Tensor) -> bool:
     """Return True if a buffer has another value, or has been replaced or made, since it was recorded."""
-    if module._buffers.get(name) is not buffer:
+    if getattr(module, name, None) is not buffer:
         return True
     return buffer is not None and buffer.layout is STRIDED and not torch.equal(buffer, value)  # no sparse ones
 

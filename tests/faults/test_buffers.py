@@ -433,3 +433,26 @@ def test_buffers_that_are_made_or_change_later(cls, how):
             want = before
         if has:
             close([net.mean], [want], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(3, dtype=torch.float64), None], ids=["norm", "own"])
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA])
+def test_buffers_of_a_scripted_module(cls, norm):
+    """Torch keeps them in another kind of dict there."""
+    ends = []
+    for script in (False, True):
+        torch.manual_seed(0)
+        linear = nn.Linear(2, 3, dtype=torch.float64)
+        net = Centred(False) if norm is None else nn.Sequential(linear, copy.deepcopy(norm))
+        net, x = torch.jit.script(net) if script else net, torch.zeros(1, dtype=torch.float64, requires_grad=True)
+        rows = torch.randn(5, 2, dtype=torch.float64)
+
+        def lower(net=net, x=x, rows=rows):
+            return (net(rows) - 1).square().mean() + sum((x.exp() * p.square()).sum() for p in net.parameters())
+
+        optimizer = cls([x], net.parameters(), lr=0.01, lower_lr=0.01, lower_steps=3)
+        for _ in range(3):
+            optimizer.step(lambda net=net, rows=rows: net(rows).square().mean(), lower)
+        ends.append([x.detach(), *(b.clone() for b in net.buffers())])
+    close(*ends, atol=1e-12, rtol=1e-12)
