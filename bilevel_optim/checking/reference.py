@@ -168,7 +168,7 @@ def _exact(truths: Sequence[_Truth], starts: Sequence[Vector], kind: str, faults
         found.append(truth.exact(kind, truth.solve(start)[0]))
         if k == 0:
             gap, doubt = truth.gap(kind, found[0], faults)
-            truth.require_minimum(found[0].at.y)
+            truth.require_lower_gradient(found[0].at.y)
     mean = torch.stack([flat(one.gradient) for one in found]).mean(0)
     solutions, residual = [one.at.y for one in found], max(one.at.residual for one in found)
     return Reference(mean, flat, kind, solutions, residual, faults, gap, max(one.error for one in found), doubt)
@@ -181,7 +181,7 @@ def _by_differences(
     x, clock, doubt = truths[0].oracle.x, truths[0].clock, ""
     clock.stage(0.1, 0.2)
     solved = [truth.polished(truth.solve(start)[0]) for truth, start in zip(truths, starts, strict=True)]
-    truths[0].require_minimum(solved[0].y)
+    truths[0].require_lower_gradient(solved[0].y)
     rows, errors, probes = list[float](), list[float](), basis_or_normal(x, directions)
     clock.stage(0.2, 0.6)
     for k, probe in enumerate(probes):
@@ -589,20 +589,19 @@ class _Truth:
                     "(model.eval())"
                 )
 
-    def require_minimum(self, solution: Vector) -> None:
+    def require_lower_gradient(self, solution: Vector) -> None:
         """Raise GradcheckError if the lower loss's derivative in y is not that of its values near a solution.
 
         The problem is solved by that derivative, so differences of the solved problem do not show this. At the start
         of the lower solve a wrong part of it may be too small to be seen.
         """
-        if faults := self.faults(solution, "lower y"):
-            raise GradcheckError(f"{faults['lower y']}. {WHY}")
+        if self._unit <= COARSE and (found := self._confirmed(solution, self._lower_fault_at)):
+            raise GradcheckError(f"{found['lower y']}. {WHY}")
 
-    def faults(self, start: Vector, only: str = "") -> dict[str, str]:
+    def faults(self, start: Vector) -> dict[str, str]:
         """Describe the derivatives of the losses that are not those of their values, near the start of the lower solve.
 
         Those that are wrong at one point are checked again at two others, because a kink is at some points only.
-        ``only`` names the one that is to be checked.
         """
         if self._unit > COARSE:
             return {}
@@ -613,6 +612,10 @@ class _Truth:
                     f"; a step of the optimizer takes less time to find wrong derivatives of the "
                     f"{self.oracle.session.called(level)}{cause}"
                 )
+        return self._confirmed(start, self._faults_at)
+
+    def _confirmed(self, start: Vector, faults_at: Callable[[Vector, Vector, float], dict[str, str]]) -> dict[str, str]:
+        """Return the faults that are found at each of several points nearby."""
         found: dict[str, str] = {}
         for k in range(OTHERS + 1):
             x, y = self.oracle.x, nearby(start, AWAY * (1 + k))
@@ -620,21 +623,23 @@ class _Truth:
                 x = nearby(x, AWAY * k)
             if not all(math.isfinite(float(value(y, x)[0])) for value in (self.lower, self.upper)):
                 x, y = self.oracle.x, start
-            here = self._faults_at(x, y, 1.0 if not k or self._unit > 1e-12 else FINER, only)
+            here = faults_at(x, y, 1.0 if not k or self._unit > 1e-12 else FINER)
             found = {which: text for which, text in (found or here).items() if which in here}
             if not found:
                 break
         return found
 
-    def _faults_at(self, x: Vector, y: Vector, finer: float, only: str) -> dict[str, str]:
-        """Return the same at one point."""
+    def _lower_fault_at(self, x: Vector, y: Vector, finer: float) -> dict[str, str]:
+        """Describe the lower loss's derivative in y at one point, if it is not that of the values."""
+        found, slope_ = dict[str, str](), self.lower(y, x)[1]
+        for along, *_ in directions_for(y):
+            self._compare(found, "lower y", y, slope_, along, finer, lambda p: self.lower(p, x)[0])
+        return found
+
+    def _faults_at(self, x: Vector, y: Vector, finer: float) -> dict[str, str]:
+        """Describe all derivatives at one point that are not those of the values."""
         point, found = self.oracle.at(x, y), dict[str, str]()
-        slope_ = self.lower(y, x)[1]
-        if only:
-            for along_y, *_ in directions_for(y):
-                self._compare(found, only, y, slope_, along_y, finer, lambda p: self.lower(p, x)[0])
-            return found
-        _, in_x, in_y = self.upper(y, x)
+        (_, in_x, in_y), slope_ = self.upper(y, x), self.lower(y, x)[1]
         joint = _mean(lambda sample: point.lower_jointly(sample)[:2], self._lower)[1]
         for along_x, along_y, across in directions_for(x, y, y):
             self._compare(found, "upper x", x, in_x, along_x, finer, lambda p: self.upper(y, p)[0])

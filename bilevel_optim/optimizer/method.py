@@ -446,11 +446,13 @@ class Method(Options, Optimizer, ABC):
     ) -> tuple[Estimate, Update | None]:
         """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
         losses, found = self._losses(oracle, tasks), oracle.session.found
-        new_losses = losses not in found.derivatives and len(found.derivatives) < MOST_CHECKS
+        known = found.derivatives.get(losses)
+        new_losses = known is None and len(found.derivatives) < MOST_CHECKS
         if new_losses:
             found.look_again()
         # A wrong part of a derivative may vanish where x and y begin, such as at zero.
-        checks = new_losses or (self.check_derivatives and found.checked < SECOND_CHECK <= self._run_state.steps)
+        again = known is not None and known[1] < SECOND_CHECK <= self._run_state.steps
+        checks = new_losses or (again and self.check_derivatives)
         if checks:
             oracle.session.used = {} if self.check_derivatives else None
         estimate = self._estimate(oracle, inputs, tasks)
@@ -480,7 +482,7 @@ class Method(Options, Optimizer, ABC):
             opened = unchecked if hooked else check_derivatives(session, self._derivatives)
         # While the codes exist, so do their ids; an evaluation may have found modules, whose mode counts.
         losses, steps = self._losses(oracle, tasks), self._run_state.steps
-        session.found.note_derivatives(steps, losses, opened, *oracle.f.codes, *oracle.g.codes)
+        session.found.note_derivatives(losses, opened, steps, *oracle.f.codes, *oracle.g.codes)
 
     @property
     def _derivatives(self) -> frozenset[str]:

@@ -191,9 +191,9 @@ class LossFacts:
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
     dependency_checked: frozenset[str] = frozenset()  # levels whose dependencies are known
-    derivatives: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)  # of checked losses: open questions, code
+    # Of losses whose derivatives were checked: open questions, steps before the last check, code.
+    derivatives: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)
     opened: str = ""  # all of these questions
-    checked: int = 0  # steps before the last check of derivatives
     ignores_other_level: frozenset[str] = frozenset()  # levels whose loss depends on no parameter of the other one
 
     def __getstate__(self) -> dict[str, Any]:
@@ -213,10 +213,9 @@ class LossFacts:
             found["derivatives"] = self.opened
         return found
 
-    def note_derivatives(self, steps: int, losses: Any, opened: str, *codes: Any) -> None:
+    def note_derivatives(self, losses: Any, opened: str, steps: int, *codes: Any) -> None:
         """Note that derivatives of losses were checked after so many steps, and which questions that has left open."""
-        self.checked = steps
-        self.derivatives = {**self.derivatives, losses: (opened, *codes)}
+        self.derivatives = {**self.derivatives, losses: (opened, steps, *codes)}
         self.opened = "; ".join(sorted({own[0] for own in self.derivatives.values()} - {""}))
 
     def forget_derivatives(self) -> None:

@@ -425,6 +425,16 @@ def test_what_is_right_where_y_begins_is_compared_again(cls, compiled):
     assert optimizer._run_state.steps == (16 if compiled else 10)
 
 
+def test_each_of_several_losses_is_checked_twice(monkeypatch):
+    checks = []
+    monkeypatch.setattr("bilevel_optim.optimizer.method.check_derivatives", lambda *a: checks.append(a) or "")
+    upper, lower, x, y = problem("")
+    other, optimizer = (lambda: 2 * lower()), method("AID", [x], [y])
+    for step in range(16):
+        optimizer.step(upper, other if step % 2 else lower)
+        assert len(checks) == min(step + 1, 2) + max(min(step - 9, 2), 0)
+
+
 def test_only_new_losses_are_checked(monkeypatch):
     checks = []
     monkeypatch.setattr("bilevel_optim.optimizer.method.check_derivatives", lambda *a: checks.append(a) or "")
