@@ -191,7 +191,7 @@ class LossFacts:
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
     dependency_checked: frozenset[str] = frozenset()  # levels whose dependencies are known
-    # Of losses whose derivatives were checked: open questions, steps before the last check, code.
+    # For losses whose derivatives were checked: open questions, steps before the last check, code.
     derivatives: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)
     opened: str = ""  # all of these questions
     ignores_other_level: frozenset[str] = frozenset()  # levels whose loss depends on no parameter of the other one
