@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,43 +28,66 @@ from ..problem.parameters import overlaps_itself
 __all__ = ["Buffers", "Kept", "modules_of", "unnoted"]
 
 Note = Callable[[nn.Module, Any], None]
-Before = dict[tuple[nn.Module, str], tuple[Tensor | None, Tensor, int]]  # buffers with their values and versions
+Form = tuple[bool, tuple[str, ...]]  # the mode of a module, and the names of its buffers
 COUNT = "num_batches_tracked"
 STRIDED = torch.strided
 NOTHING = torch.empty(0)
 
 
+@dataclass(slots=True)
+class Known:
+    """What is known of a module with buffers.
+
+    Attributes:
+        forms: its modes, and the names of its buffers, in recorded steps.
+        changing: by mode, the names of the buffers that change in evaluations that begin or end in this mode.
+        idle: whether it is a normalisation that nothing has called yet.
+    """
+
+    forms: set[Form] = field(default_factory=set)
+    changing: dict[bool, set[str]] = field(default_factory=lambda: {True: set(), False: set()})
+    idle: bool = False
+
+
+class Was(NamedTuple):
+    """A buffer before an evaluation, its value and version then, and the module's mode and facts."""
+
+    buffer: Tensor | None
+    value: Tensor
+    version: int
+    training: bool
+    known: Known
+
+
+Before = dict[tuple[nn.Module, str], Was]
+
+
 class Buffers:
-    """The module buffers that an evaluation in training mode changes: running statistics, power iterations.
+    """The module buffers that an evaluation changes: running statistics, power iterations.
 
     A closure does not show which modules it calls, and an update need not show in a tensor's version. So in the first
     step, and in that after new losses or groups, the values of the buffers are recorded: of all modules that the losses
-    can reach, and, by a hook, of those called; and again in a step that finds one of them in another mode, or with
-    other buffers. Those that changed are known from then on, and so are all normalisations that the losses can reach.
-    (Not in every step, because the hook makes compiled modules recompile, and constant buffers can be large.)
+    can reach, and, by a hook, of those called; and again in a step that begins with one of them in another mode, or
+    with other buffers. Those that changed are known from then on, and so are all normalisations that the losses can
+    reach. (Not in every step, because the hook makes compiled modules recompile, and constant buffers can be large.)
     """
 
     def __init__(self, *, complete: bool = False) -> None:
-        self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
         self.complete = complete  # a whole step has been recorded
         self._none = True  # no buffer is known to change
-        self._always: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose buffers change in evaluation mode
-        self._reached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those with buffers that the losses can reach
-        self._called: dict[bool, weakref.WeakSet[nn.Module]] = {mode: weakref.WeakSet() for mode in (True, False)}
-        self._forms: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()  # as recorded
-        self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # known normalisations that nothing has called yet
         self._losses: dict[Any, Any] = {}  # code of the losses whose modules are known, with their own modules
         self._last: list[weakref.ref[Any]] = []  # the last losses
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all that the first step has called
 
     def expect(self, losses: Sequence[Loss | None]) -> None:
-        """If losses are new, record the modules of the next step, and find the normalisations that they can reach.
+        """If losses are new, record the modules of the next step, and find those with buffers that they can reach.
 
         Also record them if a module is in a mode, or has buffers, that no recorded step has seen.
         """
-        for module, forms in self._forms.items():
-            if (form := _form(module)) not in forms:
-                forms.add(form)
+        for module, known in self._known.items():
+            if (form := _form(module)) not in known.forms:
+                known.forms.add(form)
                 self.complete = False
         if len(self._last) == len(losses) and all([ref() is own for ref, own in zip(self._last, losses, strict=True)]):
             return
@@ -78,19 +101,20 @@ class Buffers:
                     self._losses[id(code)] = code, held
                     self.complete = False
                     for module in modules_of(loss):
-                        self._know(module)
                         if module._buffers:
-                            self._reached.add(module)
+                            self._know(module)
 
-    def _know(self, module: nn.Module) -> None:
-        """Restore the buffers of a module from now on, if it is a normalisation; else note its form."""
-        if module._buffers and not _normalises(module):
-            self._forms.setdefault(module, set()).add(_form(module))
-        if _normalises(module) and module not in self._changing:
-            self._none = False
-            self._changing[module] = {*_buffers(module)}
-            if isinstance(getattr(module, COUNT, None), Tensor):
-                self._idle.add(module)
+    def _know(self, module: nn.Module) -> Known:
+        """Return the facts of a module with buffers; a normalisation changes all its buffers in training mode."""
+        known = self._known.get(module)
+        if known is None:
+            known = self._known[module] = Known()
+            if _normalises(module):
+                self._none = False
+                known.changing[True].update(_buffers(module))
+                known.idle = isinstance(getattr(module, COUNT, None), Tensor)
+        known.forms.add(_form(module))
+        return known
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         return Buffers, ()  # a copy of an optimizer records its own modules
@@ -102,35 +126,27 @@ class Buffers:
 
     @property
     def mode(self) -> int:
-        """Number of the modules with buffers that are in training mode, of those that losses have called."""
-        if not (self._called[True] or self._called[False]):
-            return 0
-        return sum([m.training for modules in self._called.values() for m in modules])
+        """Number of the known modules that are in training mode."""
+        return sum([module.training for module in self._known]) if self._known else 0
 
     def changing(self) -> list[Tensor]:
         """Return the buffers that evaluations currently change, in a fixed order."""
-        if self._none:
-            return []
-        now = [(m, names) for m, names in self._changing.items() if m.training or m in self._always]
-        found = [getattr(m, name, None) for m, names in now for name in sorted(names)]
-        return [buffer for buffer in found if buffer is not None]
+        return [] if self._none else [buffer for _, _, buffer, _ in self._now() if buffer is not None]
+
+    def _now(self) -> Iterator[tuple[nn.Module, str, Tensor | None, Known]]:
+        """Yield the buffers that an evaluation may change which begins now."""
+        for module, known in self._known.items():
+            for name in sorted(known.changing[module.training]):
+                yield module, name, getattr(module, name, None), known
 
     @contextmanager
     def noted(self) -> Generator[Before]:
         """Yield the values of the buffers before the block changes them."""
         if self.complete:
             yield {
-                (module, name): (buffer, buffer.detach().clone(), version_of(buffer))
-                for module, names in self._changing.items()
-                for name in names
-                # An evaluation may change a module that trains, or whose mode losses switch.
-                if (
-                    module.training
-                    or module in self._always
-                    or (module in self._called[True] and module in self._called[False])
-                )
-                and (buffer := getattr(module, name, None)) is not None
-                and not is_lazy(buffer)
+                (module, name): _was(module, buffer, known)
+                for module, name, buffer, known in self._now()
+                if buffer is not None and not is_lazy(buffer)
             }
             return
         before: Before = {}
@@ -143,45 +159,35 @@ class Buffers:
             for part in module.modules():
                 require_no_exchange(part)
                 if next(part.buffers(recurse=False), None) is not None:
-                    self._called[part.training].add(part)
-                _record(part, before)
-                self._know(part)
+                    _record(part, self._know(part), before)
 
-        for reached in [*self._reached]:  # a loss may call a method of a module, which no hook sees
-            _record(reached, before)
+        for module, known in [*self._known.items()]:  # a loss may call a method of a module, which no hook sees
+            _record(module, known, before)
         _expect_hooks()
         with _NOTES.on(note):
             yield before
 
     def restored(self, before: Before) -> bool:
         """Restore recorded values; return True if there were any to restore."""
-        found, idle = False, self.still_idle(before)
-        for (module, name), (buffer, value, _) in before.items():
-            if self.complete or _changed(module, name, buffer, value):
-                if not self.complete and buffer is not None:  # one that is made is recorded in the next step
-                    self._none = False
-                    self._changing.setdefault(module, set()).update(_buffers(module) if _normalises(module) else [name])
-                    if not module.training:
-                        self._always.add(module)
-                found = found or module not in idle
-                module._buffers[name] = buffer  # a module may have assigned another one, under vmap one of its lanes
-                if buffer is None or buffer.layout is not STRIDED:
+        found = False
+        for (module, name), was in before.items():
+            buffer, value = was.buffer, was.value
+            if not self.complete:
+                if not _changed(module, name, was):
                     continue
-                if buffer.shape != value.shape or overlaps_itself(buffer):
-                    buffer.data = value
-                else:
-                    buffer.data.copy_(value)  # graphs that saved the buffer with this value stay valid
+                if buffer is not None:  # one that is made is recorded in the next step
+                    self._none = False
+                    for mode in (was.training, module.training):
+                        was.known.changing[mode].update(_buffers(module) if _normalises(module) else [name])
+            found = _called(module, name, was) or found
+            module._buffers[name] = buffer  # a module may have assigned another one, under vmap one of its lanes
+            if buffer is None or buffer.layout is not STRIDED:
+                continue
+            if buffer.shape != value.shape or (buffer.stride() != value.stride() and overlaps_itself(buffer)):
+                buffer.data = value
+            else:
+                buffer.data.copy_(value)  # graphs that saved the buffer with this value stay valid
         return found
-
-    def still_idle(self, before: Before) -> set[nn.Module]:
-        """Return the normalisations that nothing has called since either: the versions of their buffers show it."""
-        if self._idle:
-            self._idle -= {
-                module
-                for (module, name), (buffer, _, version) in before.items()
-                if getattr(module, name, None) is not buffer or (buffer is not None and version_of(buffer) != version)
-            }
-        return {*self._idle}
 
 
 @dataclass(eq=False)
@@ -214,12 +220,8 @@ class Kept:
 
     def moved(self) -> bool:
         """Return True if graphs of the block are not valid after it: they may have saved buffers that it restores."""
-        if not self._before:
-            return False
-        if self.buffers.complete:  # a comparison would wait for the device
-            idle = self.buffers.still_idle(self._before)
-            return any(module not in idle for module, _ in self._before)
-        return any(_changed(*key, buffer, value) for key, (buffer, value, _) in self._before.items())
+        moved = _called if self.buffers.complete else _changed  # a comparison would wait for the device
+        return any([moved(*key, was) for key, was in self._before.items()])
 
 
 class _Notes(threading.local):
@@ -264,26 +266,38 @@ def _expect_hooks() -> None:
         warnings.filterwarnings("ignore", message=re.escape(text))
 
 
-def _record(module: nn.Module, before: Before) -> None:
-    """Record the values of a module's own buffers that evaluations may change."""
-    if module.training or not _normalises(module):
-        for name, buffer in module._buffers.items():
-            if (module, name) in before:
-                continue
-            if buffer is None:
-                before[module, name] = None, NOTHING, 0
-            elif not is_lazy(buffer) and not buffer.is_meta:
-                before[module, name] = buffer, buffer.detach().clone(), version_of(buffer)
+def _was(module: nn.Module, buffer: Tensor, known: Known) -> Was:
+    return Was(buffer, buffer.detach().clone(), version_of(buffer), module.training, known)
 
 
-def _changed(module: nn.Module, name: str, buffer: Tensor | None, value: Tensor) -> bool:
+def _record(module: nn.Module, known: Known, before: Before) -> None:
+    """Record the values of a module's own buffers."""
+    for name, buffer in module._buffers.items():
+        if (module, name) in before:
+            continue
+        if buffer is None:
+            before[module, name] = Was(None, NOTHING, 0, module.training, known)
+        elif not is_lazy(buffer) and not buffer.is_meta:
+            before[module, name] = _was(module, buffer, known)
+
+
+def _changed(module: nn.Module, name: str, was: Was) -> bool:
     """Return True if a buffer has another value, or has been replaced or made, since it was recorded."""
+    buffer = was.buffer
     if getattr(module, name, None) is not buffer:
         return True
-    return buffer is not None and buffer.layout is STRIDED and not torch.equal(buffer, value)  # no sparse ones
+    return buffer is not None and buffer.layout is STRIDED and not torch.equal(buffer, was.value)  # no sparse ones
 
 
-def _form(module: nn.Module) -> tuple[bool, tuple[str, ...]]:
+def _called(module: nn.Module, name: str, was: Was) -> bool:
+    """Return True unless the buffer belongs to a normalisation that nothing has called: its version shows it."""
+    if was.known.idle:
+        buffer = getattr(module, name, None)
+        was.known.idle = buffer is was.buffer and (buffer is None or version_of(buffer) == was.version)
+    return not was.known.idle
+
+
+def _form(module: nn.Module) -> Form:
     """Return the mode of a module, and the names of its buffers."""
     return module.training, tuple([name for name, buffer in module._buffers.items() if buffer is not None])
 
