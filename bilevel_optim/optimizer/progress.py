@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,26 +82,21 @@ class UpperTrend:
     settled: float = math.inf
     promised: float = 0.0
 
-    def unusual(self, losses: Sequence[float]) -> Iterator[float]:
-        """Note losses inside a window that are not above the first or the one before; yield the others.
+    def usual(self, losses: Sequence[float], begin: int) -> int:
+        """Note losses from here on inside a window that are not above the first or the one before; return their end.
 
         A shortcut with the same result as `note_loss` and `describe_rise`, because most losses are of this kind.
         """
-        done = 0
-        while done < len(losses):
-            room = WINDOW - 1 - len(self.window) if self.count >= WINDOW else 0
-            usual, first, last = done, self.first or 0.0, self.last
-            for loss in losses[done : done + room]:
-                if not (loss <= first or loss <= last):
-                    break
-                usual, last = usual + 1, loss
-            if usual > done:
-                self.above, self.last, self.count = 0, last, self.count + usual - done
-                self.window += losses[done:usual]
-                done = usual
-            else:
-                yield losses[done]
-                done += 1
+        end, first, last = begin, self.first or 0.0, self.last
+        room = WINDOW - 1 - len(self.window) if self.count >= WINDOW else 0
+        for loss in losses[begin : begin + room]:
+            if not (loss <= first or loss <= last):
+                break
+            end, last = end + 1, loss
+        if end > begin:
+            self.above, self.last, self.count = 0, last, self.count + end - begin
+            self.window += losses[begin:end]
+        return end
 
     def note_loss(self, loss: float) -> bool:
         """Note a loss; return True if it is the second in a row that is far above the first, or if moves of x did that.
@@ -173,7 +168,9 @@ def watch_losses(
     begins, ends = trend.count < WINDOW, len(trend.window) + len(values) >= WINDOW  # a window of losses
     if values and (begins or ends) and (here := slope()) is not None:
         trend.promised += here.norm * here.length * (len(values) if begins else max(len(values), WINDOW))
-    for loss in trend.unusual(values):
+    done = 0
+    while (done := trend.usual(values, done)) < len(values):
+        loss, done = values[done], done + 1
         if trend.note_loss(loss) and "growing upper loss" not in warned:
             warned.add("growing upper loss")
             warn(f"{trend.text}: the run diverges. {DIVERGES}")

@@ -85,7 +85,7 @@ class Buffers:
 
         Also record them if a module is in a mode, or has buffers, that no recorded step has seen.
         """
-        for module, known in self._known.items():
+        for module, known in self._known.items() if self._known else ():
             if (form := _form(module)) not in known.forms:
                 known.forms.add(form)
                 self.complete = False
