@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from ..distributed.ranks import Ranks, text_of
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, warn
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
 from ..oracle.doors import PROJECTION, START, WatchedStart, leads, projection_reads, refusal
 from ..oracle.hooks import any_hooks, called_once, require_callable, why_one_by_one
 from ..oracle.oracle import Oracle
-from ..oracle.probe import FIRST, JOINT, SECOND, check_derivatives
+from ..oracle.probe import EACH_TIME, FIRST, JOINT, SECOND, check_derivatives
 from ..oracle.session import EvaluationOptions, LossFacts, Session
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import (
@@ -113,6 +113,11 @@ from .upper_gradient import check_gradients, warn_of_spent
 MOST_CHECKS = 16  # different losses of one optimizer whose derivatives are checked
 SECOND_CHECK = 10  # steps, after which derivatives that were checked before are checked once more
 _NONE_OF_SGD = OF_SGD.keys().isdisjoint
+NOISE = (
+    "a loss returns another value each time it is evaluated at one point on one batch (see "
+    "diagnostics['derivatives']), so the differences that this method takes are mostly noise. Draw its random numbers "
+    "from torch's default generator, whose numbers are repeated, or put them into the batches; and count nothing in it"
+)
 PLAIN = (bool, int, float, str, tuple, type(None))
 # Arguments that may differ between ranks, or that are compared in another form (groups, and the optimizers made).
 NOT_COMPARED = (
@@ -480,6 +485,10 @@ class Method(Options, Optimizer, ABC):
             hooked = any_hooks((*oracle.live_x, *oracle.live_y)) or why_one_by_one(self._run_state.buffers.modules)
             unchecked = "losses not checked: hooks change their gradients"
             opened = unchecked if hooked else check_derivatives(session, self._derivatives)
+            differs = self.declared.difference_step or self._oracle_options.hvp == "finite-difference"
+            if differs and EACH_TIME in opened and "noise of its own" not in session.warned:
+                session.warned.add("noise of its own")
+                warn(NOISE)
         # While the codes exist, so do their ids; an evaluation may have found modules, whose mode counts.
         losses, steps = self._losses(oracle, tasks), self._run_state.steps
         session.found.note_derivatives(losses, opened, steps, *oracle.f.codes, *oracle.g.codes)
