@@ -278,7 +278,7 @@ class _Truth:
                 height, away = 1 + abs(known[0][0]), y - known[0][1]
                 value, gradient = known[0][0] + height, away * (height / (float(away.dot(away)) or 1.0))
             for tensor, grad in zip(variables, gradient, strict=True):
-                tensor.grad = grad
+                tensor.grad = grad.contiguous()  # LBFGS views it as a row
             return value
 
         solver = LBFGS(

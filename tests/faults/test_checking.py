@@ -265,3 +265,18 @@ def test_the_operation_with_a_wrong_derivative_is_named(name):
         bo.check_hypergradient(optimizer, *losses)
     with pytest.raises(bo.DerivativeError, match=r"The likely cause is the operation Wrong\."):
         optimizer.step(*losses)
+
+
+def test_parameters_in_channels_last_are_checked():
+    """torch's LBFGS, which solves the lower problem, refuses gradients that are not contiguous."""
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(2, 3, 2, bias=False).double().to(memory_format=torch.channels_last)
+    assert not model.weight.is_contiguous()
+    x, images = torch.zeros((), dtype=torch.float64, requires_grad=True), torch.randn(2, 2, 4, 4, dtype=torch.float64)
+    optimizer = bo.AID([x], [model.weight], lr=0.1, lower_steps=100, linear_steps=40)
+    report = bo.check_hypergradient(
+        optimizer,
+        lambda: (model(images) - 1).square().mean(),
+        lambda: (model(images) + 1).square().mean() + x.exp() * model.weight.square().sum(),
+    )
+    assert report.bias < 1e-6
