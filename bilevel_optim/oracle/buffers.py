@@ -158,7 +158,7 @@ class Buffers:
             self.modules.add(module)
             for part in module.modules():
                 require_no_exchange(part)
-                if next(part.buffers(recurse=False), None) is not None:
+                if part._buffers:
                     _record(part, self._know(part), before)
 
         for module, known in [*self._known.items()]:  # a loss may call a method of a module, which no hook sees
@@ -169,7 +169,7 @@ class Buffers:
 
     def restored(self, before: Before) -> bool:
         """Restore recorded values; return True if there were any to restore."""
-        found = False
+        found = not self.complete and self._unmade(before)
         for (module, name), was in before.items():
             buffer, value = was.buffer, was.value
             if not self.complete:
@@ -187,6 +187,20 @@ class Buffers:
                 buffer.data = value
             else:
                 buffer.data.copy_(value)  # graphs that saved the buffer with this value stay valid
+        return found
+
+    def _unmade(self, before: Before) -> bool:
+        """Take buffers away that the block has made: the pass at the end of the step makes them again."""
+        found = False
+        for module in self.modules:
+            for name, buffer in [*module._buffers.items()]:
+                if not ((module, name) in before or buffer is None or is_lazy(buffer) or buffer.is_meta):
+                    found = True
+                    if _normalises(module):  # it was lazy
+                        module.reset_running_stats()  # type: ignore[operator]
+                    else:
+                        del module._buffers[name]
+                        self._know(module)  # as it is now; the next step finds another form, and records it
         return found
 
 

@@ -456,3 +456,39 @@ def test_buffers_of_a_scripted_module(cls, norm):
             optimizer.step(lambda net=net, rows=rows: net(rows).square().mean(), lower)
         ends.append([x.detach(), *(b.clone() for b in net.buffers())])
     close(*ends, atol=1e-12, rtol=1e-12)
+
+
+class Counting(nn.Module):
+    """Counts its calls and averages its inputs, in buffers that the first call makes."""
+
+    def forward(self, h):
+        if not hasattr(self, "running_mean"):
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("running_mean", torch.zeros_like(h[0]))
+        with torch.no_grad():
+            self.calls += 1
+            self.running_mean = 0.9 * self.running_mean + 0.1 * h.mean(0)
+        return h
+
+
+@pytest.mark.parametrize("kind", [Counting, partial(nn.LazyBatchNorm1d, affine=False)])
+@each(("AID", "F2SA", "ITD", "PZOBO", "SOBA"))
+def test_buffers_that_the_first_call_makes_advance_once_per_step(row, kind):
+    """The evaluation that made them used to count too, besides the one pass at the end of the step."""
+    torch.manual_seed(0)
+    body, spare = nn.Linear(4, 3).double(), nn.LazyBatchNorm1d()  # the loss can reach the spare one, but calls it not
+    layer = kind().double()
+    x = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+
+    def loss(batch):
+        return layer(body(batch)).sigmoid().square().mean() if spare.training else spare(batch)
+
+    def lower():
+        return loss(X[0]) * x[0].exp() + x[1].exp() * sum(p.square().sum() for p in body.parameters())
+
+    optimizer, mean = row([x], [*body.parameters()], short=True), torch.zeros(3, dtype=torch.float64)
+    for k in range(1, 4):
+        optimizer.step(lambda: loss(X[1]), lower)
+        mean = 0.9 * mean + 0.1 * body(X[0]).detach().mean(0)
+        close(layer.running_mean, mean, 1e-12)
+        assert int(layer.calls if kind is Counting else layer.num_batches_tracked) == k
