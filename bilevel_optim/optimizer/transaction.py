@@ -400,17 +400,11 @@ def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory, 
             kept[prefix + name] = owned(value, parameter)
 
 
-# Entries and tables that stay usable if other parameters are trained: starts of solves, and averages for the user.
-STARTS = (
-    INITIAL,
-    "copies",
-    "curvature",
-    "linear_solution",
-    "linear_direction",
-    "task_memory",
-    "average",
-    "perturbation",
-)
+# Ends of the names of state that stays usable if other parameters are trained: starts of solves, averages for the user,
+# and the tables of terms of finite sums, whose rows of a parameter that has rested are old, but fit their mean.
+STAYS = (INITIAL, "copies", "curvature", "linear_solution", "linear_direction", "average", "perturbation", "_table",
+         "_mean")  # fmt: skip
+ROWS = (TABLE + "task_memory", TABLE + "linear_solution")
 
 
 def _carry_over(state: State, levels: Sequence[tuple[str, Tensor]], known: Sequence[bool]) -> None:
@@ -426,13 +420,13 @@ def _carry_over(state: State, levels: Sequence[tuple[str, Tensor]], known: Seque
     if [*map(id, old)] != [*map(id, new)]:
         owners = [state[p] for p in old if p in state]
         tables = {name: own.pop(name) for own in owners for name in [*own] if name.startswith(TABLE)}
-        for name in [name for name in tables if name.removeprefix(TABLE) in STARTS]:
+        for name in [name for name in ROWS if name in tables]:
             table = tables[name]
             columns = dict(zip(map(id, old), table.split([p.numel() for p in old], 1), strict=True))
             parts = [columns.get(id(p), table.new_full((len(table), p.numel()), torch.nan)) for p in new]
             state[new[0]][name] = torch.cat(parts, 1)
     for entries in [state[p] for _, p in levels if p in state]:
-        for name in [name for name in entries if not name.startswith((*SOLVERS, TABLE)) and name not in STARTS]:
+        for name in [name for name in entries if not name.startswith((*SOLVERS, TABLE)) and not name.endswith(STAYS)]:
             del entries[name]
 
 

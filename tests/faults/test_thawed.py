@@ -141,3 +141,15 @@ def test_the_memory_of_tasks_follows_tensors_that_rest_and_return(name, rests, c
                 if t.requires_grad:
                     row[i] = (p - 0.1 * slope).detach()
         assert relative(y, [row.mean(0) for row in rows]) < 1e-12, k
+
+
+def test_saba_goes_on_compiled_with_its_tables():
+    """A thawed tensor needs no new tables, so its steps stay compiled."""
+    problem = Two()
+    sums = [bo.FiniteSum(lambda _, f=f: f(), [0, 1]) for f in (problem.upper, problem.lower)]
+    optimizer = bo.SABA(problem.x, problem.y, lr=0.05, lower_lr=0.1)
+    optimizer.compile(backend="eager")
+    for k in range(8):
+        problem.y[1].requires_grad_(not 3 <= k < 5)
+        optimizer.step(*sums)
+        assert "compile_fallback" not in optimizer.diagnostics, k
