@@ -402,8 +402,8 @@ def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory, 
 
 # Ends of the names of state that stays usable if other parameters are trained: starts of solves, averages for the user,
 # and the tables of terms of finite sums, whose rows of a parameter that has rested are old, but fit their mean.
-STAYS = (INITIAL, "copies", "curvature", "linear_solution", "linear_direction", "average", "perturbation", "_table",
-         "_mean")  # fmt: skip
+STAYS = (INITIAL, "copies", "curvature", "linear_solution", "linear_direction", "average", "perturbation", "table",
+         "mean")  # fmt: skip
 ROWS = (TABLE + "task_memory", TABLE + "linear_solution")
 
 
