@@ -193,6 +193,7 @@ class CompiledSteps:
         if self._why_always(sources.tasks):
             return None
         state, moves = optimizer._run_state, update and not self.moves_on_host
+        state.follow(optimizer.state, optimizer.param_groups)
         numbers = optimizer.numbers | sources.kind.terms
         own = optimizer._graph_key(state.steps, numbers)
         if own is None:

@@ -322,6 +322,7 @@ FORMS: dict[str, Callable[[Any], bool]] = {
     "last_loss": lambda v: v is None or isinstance(v, Tensor),
     "numbers": lambda v: isinstance(v, dict) and all(isinstance(name, str) for name in v),
     "warned": lambda v: isinstance(v, list) and all(isinstance(key, str) for key in v),
+    "trained": lambda v: v is None or (isinstance(v, list) and all(isinstance(own, bool) for own in v)),
 }
 
 

@@ -97,6 +97,7 @@ from .step import (
 from .task_mean import task_mean
 from .transaction import (
     COUNTS,
+    INITIAL,
     SOLVER,
     UPPER_SOLVER,
     Action,
@@ -512,7 +513,7 @@ class Method(Options, Optimizer, ABC):
                 estimate = self._estimate(oracle, inputs, tasks, start)
                 return replace(estimate, gradient=called(estimate.gradient))
         warm = self.warm_start or (tasks is None and self.lower_init is not None)  # lower_init has already written y
-        initial = None if warm else inputs.memory.get("initial")
+        initial = None if warm else inputs.memory.get(INITIAL)
         if start is None and not warm:
             start = oracle.y.clone() if initial is None else initial
         here = oracle if start is None else oracle.at(lower=start)
@@ -523,9 +524,8 @@ class Method(Options, Optimizer, ABC):
         finally:
             if oracle.sharded:
                 oracle.session.gathered.release()
-        if warm or initial is not None:
-            return estimate
-        return replace(estimate, memory={**estimate.memory, "initial": here.y})
+        # Written in every step, because a parameter may be new.
+        return estimate if warm else replace(estimate, memory={**estimate.memory, INITIAL: initial or here.y})
 
     def _accepted_estimate(
         self, oracle: Oracle, inputs: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]

@@ -34,6 +34,7 @@ from .step import Update
 
 __all__ = [
     "COUNTS",
+    "INITIAL",
     "SOLVER",
     "SOLVERS",
     "TABLE",
@@ -325,6 +326,7 @@ SOLVER = "lower_optimizer."  # prefix of the lower optimizer's entries
 UPPER_SOLVER = "upper_optimizer."  # prefix of the upper optimizer's entries
 SOLVERS = (SOLVER, UPPER_SOLVER)
 COUNTS = tuple(solver + name for solver in SOLVERS for name in ("step", "mu_product"))  # entries that only count
+INITIAL = "initial"  # entry of y: start of every lower solve without warm starts
 TABLE = "rows."  # prefix of tables whose rows mix all lower parameters; the first of these holds them
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -354,6 +356,8 @@ def recalled(state: State, parameters: Sequence[Tensor], prefix: str) -> Recalle
             tables[name[len(TABLE) :]] = value
         elif alike or all([name in entries for entries in own]):
             memory[name] = Vector([entries[name] for entries in own])
+    if not alike and any([INITIAL in entries for entries in own]):  # others begin where they are
+        memory[INITIAL] = Vector([entries.get(INITIAL, p.detach()) for entries, p in zip(own, parameters, strict=True)])
     found = own if alone else ()
     solver = [{k[len(prefix) :]: v for k, v in entries.items() if k.startswith(prefix)} for entries in found]
     return Recalled(memory, tables, solver if any(solver) else None)
@@ -396,6 +400,36 @@ def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory, 
             kept[prefix + name] = owned(value, parameter)
 
 
+# Ends of the names of state that stays usable if other parameters are trained: starts of solves, averages for the user,
+# and the tables of terms of finite sums, whose rows of a parameter that has rested are old, but fit their mean.
+STAYS = (INITIAL, "copies", "curvature", "linear_solution", "linear_direction", "average", "perturbation", "table",
+         "mean")  # fmt: skip
+ROWS = (TABLE + "task_memory", TABLE + "linear_solution")
+
+
+def _carry_over(state: State, levels: Sequence[tuple[str, Tensor]], known: Sequence[bool]) -> None:
+    """Drop state that is right only while the same parameters require a gradient.
+
+    A recursion compares a step with the last one, between which a parameter that rests now has moved, and a parameter
+    that has rested has an earlier state. Tables have columns for the lower parameters; new columns are NaN. ``known``:
+    whether each parameter, by position, required a gradient before.
+    """
+    before = [*known, *[False] * (len(levels) - len(known))]
+    old = [p for own, (level, p) in zip(before, levels, strict=True) if own and level == "lower"]
+    new = [p for level, p in levels if p.requires_grad and level == "lower"]
+    if [*map(id, old)] != [*map(id, new)]:
+        owners = [state[p] for p in old if p in state]
+        tables = {name: own.pop(name) for own in owners for name in [*own] if name.startswith(TABLE)}
+        for name in [name for name in ROWS if name in tables]:
+            table = tables[name]
+            columns = dict(zip(map(id, old), table.split([p.numel() for p in old], 1), strict=True))
+            parts = [columns.get(id(p), table.new_full((len(table), p.numel()), torch.nan)) for p in new]
+            state[new[0]][name] = torch.cat(parts, 1)
+    for entries in [state[p] for _, p in levels if p in state]:
+        for name in [name for name in entries if not name.startswith((*SOLVERS, TABLE)) and not name.endswith(STAYS)]:
+            del entries[name]
+
+
 # Counts, times of rows and probabilities of tasks have a type of their own.
 OWN_TYPE = (*COUNTS, *(TABLE + name for name in ("log", "drift", "last", "probability", "cumulative")))
 
@@ -417,6 +451,7 @@ class RunState:
         written: version of each upper tensor at the end of `backward`, by id.
         spent: a ``.grad`` of x that has moved it, in a step with losses.
         kinds: types of all parameters when the state was made.
+        trained: whether each parameter required a gradient then.
     """
 
     found: LossFacts = field(default_factory=LossFacts)
@@ -431,13 +466,21 @@ class RunState:
     written: dict[int, int] = field(default_factory=dict)
     spent: Spent | None = None
     kinds: tuple[torch.dtype, ...] | None = None
+    trained: tuple[bool, ...] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "spent": None}  # a copy has other tensors
 
     def follow(self, state: State, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Cast the state if parameters of the groups have been cast since (``module.float()``)."""
-        parameters = [p for group in groups for p in group["params"]]
+        """Cast the state if parameters of the groups have been cast since (``module.float()``).
+
+        Drop what other parameters than before cannot continue from, if ``requires_grad`` of some has changed.
+        """
+        levels = [(group["level"], p) for group in groups for p in group["params"]]
+        parameters = [p for _, p in levels]
+        known, self.trained = self.trained, tuple([p.requires_grad for p in parameters])
+        if known is not None and known != self.trained:
+            _carry_over(state, levels, known)
         before, kinds = self.kinds, tuple([p.dtype for p in parameters])
         self.kinds = kinds
         if before is None or kinds == before:
@@ -477,6 +520,7 @@ class RunState:
             "fallback": self.found.fallback,
             "last_loss": self.last_loss,
             "warned": sorted(self.warned),  # an alert may change the next steps
+            "trained": None if self.trained is None else [*self.trained],
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -487,4 +531,5 @@ class RunState:
         self.written = {}  # parameters are loaded too, before or after this
         # The first step casts the state to the current types.
         self.kinds = tuple(getattr(torch, name) for name in saved["types"]) if "types" in saved else None
+        self.trained = None if saved.get("trained") is None else tuple(saved["trained"])
         self.found = LossFacts(fallback=saved["fallback"])  # the other facts are found again, as by a new optimizer

@@ -1,0 +1,155 @@
+"""A tensor rests (``requires_grad=False``) for some steps, or joins later: no state of an earlier point is used."""
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+
+from ..problems import seeded
+
+SETTINGS = {
+    "MRBO": {"linear_steps": 20, "beta": 0.1},
+    "SVRB": {"beta": 0.1},
+    "STABLE": {},
+    "VRBO": {"lower_steps": 1, "linear_steps": 20, "period": 50},
+}
+
+
+class Two:
+    """Two tensors in each level, and losses without noise."""
+
+    def __init__(self):
+        own = {"generator": seeded(1), "dtype": torch.float64}
+        self.x = [torch.randn(n, **own).requires_grad_() for n in (3, 2)]
+        self.y = [
+            torch.full((n,), value, dtype=torch.float64, requires_grad=True) for n, value in ((3, 0.7), (2, -0.4))
+        ]
+
+    def upper(self):
+        (a, b), (y, z) = self.x, self.y
+        return (y - 1).square().sum() / 2 + (z.sin() - b).square().sum() / 2 + 0.1 * a @ y + 0.2 * a[:2] @ b
+
+    def lower(self, y=None):
+        (a, b), (y, z) = self.x, y or self.y
+        own = (y - a.tanh()).square().sum() / 2 + 0.4 * (z - 2 * b).square().sum()
+        return own + 0.1 * (y.sum() - z.sum()) ** 2
+
+
+def relative(found, wanted):
+    """Return the relative distance of two lists of tensors."""
+    found, wanted = (torch.cat([t.detach().reshape(-1) for t in ts]) for ts in (found, wanted))
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("rests", ["x", "y"])
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in SETTINGS), ("MRBO", True)])
+def test_a_recursion_begins_anew_when_a_tensor_rests_or_returns(name, rests, compiled):
+    """Without noise its estimate is that of a fresh optimizer at each point; one from stale state was off by 40 %."""
+    problem = Two()
+    made = lambda: getattr(bo, name)(problem.x, problem.y, lr=0.05, lower_lr=0.3, **SETTINGS[name])  # noqa: E731
+    optimizer, thawed = made(), {"x": problem.x, "y": problem.y}[rests][1]
+    if compiled:
+        optimizer.compile(backend="eager")
+    for k in range(12):
+        thawed.requires_grad_(not 3 <= k < 8)
+        if k == 6:  # a resumed run knows which tensors rested
+            state, optimizer = optimizer.state_dict(), made()
+            optimizer.load_state_dict(state)
+        wanted = made().propose(problem.upper, problem.lower).gradient
+        optimizer.step(problem.upper, problem.lower)
+        assert relative([t.grad for t in problem.x if t.requires_grad], wanted) < 1e-10, k
+
+
+@pytest.mark.parametrize("rests", ["x", "y"])
+def test_srba_evaluates_full_sums_for_a_thawed_tensor(rests):
+    """Its directions have no noise here, so they are those of SOBA at its v."""
+    problem = Two()
+    optimizer = bo.SRBA(problem.x, problem.y, lr=0.05, lower_lr=0.3, period=50)
+    thawed = {"x": problem.x, "y": problem.y}[rests][1]
+    for k in range(12):
+        thawed.requires_grad_(not 3 <= k < 8)
+        if k >= 8:
+            v = [optimizer.state[t]["linear_solution"] for t in problem.y]
+            slopes = torch.autograd.grad(problem.lower(), problem.y, create_graph=True)
+            cross = torch.autograd.grad(slopes, problem.x, v)
+            direct = torch.autograd.grad(problem.upper(), problem.x)
+            gradient = [t.detach() for t in slopes]
+            before = [t.detach().clone() for t in problem.y]
+        optimizer.step(problem.upper, problem.lower)
+        if k >= 8:
+            assert relative([t.grad for t in problem.x], [d - c for d, c in zip(direct, cross, strict=True)]) < 1e-10, k
+            moved = [b - 0.3 * g for b, g in zip(before, gradient, strict=True)]
+            assert relative(problem.y, moved) < 1e-10, k
+
+
+@pytest.mark.parametrize("joins", ["added", "thawed"])
+@pytest.mark.parametrize(("name", "compiled"), [("AID", False), ("AID", True), ("F2SA", False), ("PZOBO", False)])
+def test_starts_without_warm_start_stay_when_a_tensor_joins(name, joins, compiled):
+    """The others still start from their values at the first step, not from where the last solve ended."""
+    problem = Two()
+    options = {"lr": 0.0, "lower_lr": 0.1, "lower_steps": 1, "warm_start": False}
+    late = problem.y[1].requires_grad_(joins == "added")
+    first = problem.y[:1] if joins == "added" else problem.y
+    optimizer = getattr(bo, name)(problem.x, first, **options)
+    if compiled:
+        optimizer.compile(backend="eager")
+    start = [t.detach().clone().requires_grad_() for t in problem.y]
+    for _ in range(3):
+        optimizer.step(problem.upper, problem.lower)
+    if joins == "added":
+        optimizer.add_param_group({"params": [late], "level": "lower"})
+    late.requires_grad_()
+    wanted = [t - 0.1 * g for t, g in zip(start, torch.autograd.grad(problem.lower(start), start), strict=True)]
+    for _ in range(3):
+        optimizer.step(problem.upper, problem.lower)
+        assert relative(problem.y, wanted) < (1e-4 if name == "F2SA" else 1e-12)  # F2SA: the mean of two copies
+
+
+@pytest.mark.parametrize("rests", [0, 1])
+@pytest.mark.parametrize(("name", "compiled"), [("AID", False), ("AID", True), ("ITD", False)])
+def test_the_memory_of_tasks_follows_tensors_that_rest_and_return(name, rests, compiled):
+    """Rows of the others go on; those of a tensor that returns begin at the live y."""
+    data = torch.randn(4, 5, 3, generator=seeded(2), dtype=torch.float64)
+    y = [torch.full((n,), 0.5, dtype=torch.float64, requires_grad=True) for n in (3, 2)]
+    x = torch.full((3,), 0.3, dtype=torch.float64, requires_grad=True)
+
+    def lower(batch, y=y):
+        own = (batch.var(0) * (y[0] - x * batch.std(0)).square()).sum() + 0.4 * (
+            y[1] - batch.mean(0)[:2]
+        ).square().sum()
+        return own + 0.1 * (y[0].sum() - y[1].sum()) ** 2
+
+    options = {} if name == "SOBA" else {"lower_steps": 1}
+    optimizer = getattr(bo, name)([x], y, lr=0.0, lower_lr=0.1, task_memory=True, **options)
+    if compiled:
+        optimizer.compile(backend="eager")
+    rows = [t.detach().clone().expand(4, -1) for t in y]
+    for k in range(9):
+        before = y[rests].requires_grad
+        y[rests].requires_grad_(not 3 <= k < 6)
+        if not before or not y[rests].requires_grad:
+            rows[rests] = y[rests].detach().clone().expand(4, -1)
+        optimizer.step(lambda batch: (y[0] - batch).square().mean() + y[1].square().sum(), lower,
+                       tasks=bo.TensorTasks(data))  # fmt: skip
+        for i, t in enumerate(y):
+            if t.requires_grad:
+                rows[i] = rows[i].clone()
+        points = [[row[i].clone().requires_grad_() for row in rows] for i in range(4)]
+        for i, point in enumerate(points):
+            slopes = torch.autograd.grad(lower(data[i], point), point)
+            for t, row, p, slope in zip(y, rows, point, slopes, strict=True):
+                if t.requires_grad:
+                    row[i] = (p - 0.1 * slope).detach()
+        assert relative(y, [row.mean(0) for row in rows]) < 1e-12, k
+
+
+def test_saba_goes_on_compiled_with_its_tables():
+    """A thawed tensor needs no new tables, so its steps stay compiled."""
+    problem = Two()
+    sums = [bo.FiniteSum(lambda _, f=f: f(), [0, 1]) for f in (problem.upper, problem.lower)]
+    optimizer = bo.SABA(problem.x, problem.y, lr=0.05, lower_lr=0.1)
+    optimizer.compile(backend="eager")
+    for k in range(8):
+        problem.y[1].requires_grad_(not 3 <= k < 5)
+        optimizer.step(*sums)
+        assert "compile_fallback" not in optimizer.diagnostics, k
