@@ -50,6 +50,7 @@ class CompiledSteps:
         self._reason = ""  # why everything runs eagerly from now on
         self._warned: set[str] = set()
         self._key, self.rates = OptionsKey(optimizer), Rates(optimizer)
+        self._options: list[Any] = []  # of the last step
         self._new = 0  # steps in a row of a new kind
         self._state: Any = None  # of the optimizer; draws of the entries depend on it
         self._kind: SourceKind | None = None  # of the last step's sources
@@ -193,13 +194,16 @@ class CompiledSteps:
         if self._why_always(sources.tasks):
             return None
         state, moves = optimizer._run_state, update and not self.moves_on_host
-        state.follow(optimizer.state, optimizer.param_groups)
+        options = self._key.now()
+        if options is not self._options or optimizer.state is not self._state:  # other parameters may be trained
+            self._options = options
+            state.follow(optimizer.state, optimizer.param_groups)
         numbers = optimizer.numbers | sources.kind.terms
         own = optimizer._graph_key(state.steps, numbers)
         if own is None:
             return None
         remembered = remembered_tasks(sources.tasks) if sources.tasks is not None and optimizer.task_memory else None
-        key = [moves, sources.kind.key, own, self._key.now(), remembered]
+        key = [moves, sources.kind.key, own, options, remembered]
         if optimizer.state is not self._state:  # another one has been loaded
             self._state = optimizer.state
             for entry in self.entries:

@@ -476,11 +476,10 @@ class RunState:
 
         Drop what other parameters than before cannot continue from, if ``requires_grad`` of some has changed.
         """
-        levels = [(group["level"], p) for group in groups for p in group["params"]]
-        parameters = [p for _, p in levels]
+        parameters = [p for group in groups for p in group["params"]]
         known, self.trained = self.trained, tuple([p.requires_grad for p in parameters])
         if known is not None and known != self.trained:
-            _carry_over(state, levels, known)
+            _carry_over(state, [(group["level"], p) for group in groups for p in group["params"]], known)
         before, kinds = self.kinds, tuple([p.dtype for p in parameters])
         self.kinds = kinds
         if before is None or kinds == before:
