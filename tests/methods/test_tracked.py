@@ -815,3 +815,16 @@ def test_a_cross_derivative_that_is_zero_at_first_is_a_dependence(cls):
     for _ in range(5):
         optimizer.step(bo.Objective(lambda: (y - 0.2).square().sum()), lower)
     assert x > 0  # a larger penalty brings y, which tends to 1/2, nearer to 0.2
+
+
+def test_a_lower_parameter_with_rows_may_not_rest():
+    """A loss used to see the rows of all tasks of it, in silence: a mean of 28 instead of 7."""
+    x, ids = torch.zeros(2, requires_grad=True), torch.arange(4.0)[:, None]
+    y = [ids.repeat(1, 2).requires_grad_(), torch.zeros(4, 2, requires_grad=True)]
+    optimizer = bo.SVRB([x], y, lr=0.0, lower_lr=0.1)
+    losses = lambda row: (y[0] - x).square().sum(), lambda row: sum((t - row).square().sum() for t in y)  # noqa: E731
+    tasks = bo.TensorTasks(ids[:, None].expand(4, 1, 2))
+    assert float(optimizer.propose(*losses, tasks=tasks).loss) == 7.0
+    y[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="a lower parameter rests"):
+        optimizer.step(*losses, tasks=tasks)

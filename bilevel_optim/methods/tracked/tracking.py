@@ -168,6 +168,11 @@ class RecursiveOptimizer(BilevelOptimizer):
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
         """Make one step of the recursion for the rows of some tasks."""
         task_count(sampler, 1)
+        if any([not p.requires_grad for g in self.param_groups if g["level"] == "lower" for p in g["params"]]):
+            raise ValueError(
+                f"{type(self).__name__} keeps y of every task, and a lower parameter rests (requires_grad=False), so "
+                "that a loss would see its rows of all tasks; pass them with the data of the tasks instead"
+            )
         sizes = {t.shape[0] if t.dim() else None for t in oracle.y}
         length = length_of(sampler)
         if len(sizes) > 1 or None in sizes or (length is not None and sizes != {length}):
