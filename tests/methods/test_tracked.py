@@ -822,7 +822,7 @@ def test_a_lower_parameter_with_rows_may_not_rest():
     x, ids = torch.zeros(2, requires_grad=True), torch.arange(4.0)[:, None]
     y = [ids.repeat(1, 2).requires_grad_(), torch.zeros(4, 2, requires_grad=True)]
     optimizer = bo.SVRB([x], y, lr=0.0, lower_lr=0.1)
-    losses = lambda row: (y[0] - x).square().sum(), lambda row: sum((t - row).square().sum() for t in y)  # noqa: E731
+    losses = lambda row: (y[0] - x).square().sum(), lambda row: sum((t - row + x).square().sum() for t in y)
     tasks = bo.TensorTasks(ids[:, None].expand(4, 1, 2))
     assert float(optimizer.propose(*losses, tasks=tasks).loss) == 7.0
     y[0].requires_grad_(False)
