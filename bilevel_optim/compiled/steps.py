@@ -197,7 +197,7 @@ class CompiledSteps:
         options = self._key.now()
         if options is not self._options or optimizer.state is not self._state:  # other parameters may be trained
             self._options = options
-            state.follow(optimizer.state, optimizer.param_groups)
+            state.note_trained(optimizer.state, optimizer.param_groups)
         numbers = optimizer.numbers | sources.kind.terms
         own = optimizer._graph_key(state.steps, numbers)
         if own is None:

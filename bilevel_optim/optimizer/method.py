@@ -397,6 +397,7 @@ class Method(Options, Optimizer, ABC):
         self, oracle: Oracle, groups: Groups, random_inputs: Mapping[str, Any] | None = None
     ) -> StepInputs:
         """Return the inputs of a step; ``random_inputs`` are drawn if None."""
+        self._run_state.note_trained(self.state, self.param_groups)
         counts = self._random_inputs() if random_inputs is None else {}
         if counts:
             broadcast = partial(self._oracle_options.ranks.broadcast_number, device=oracle.device)

@@ -451,7 +451,7 @@ class RunState:
         written: version of each upper tensor at the end of `backward`, by id.
         spent: a ``.grad`` of x that has moved it, in a step with losses.
         kinds: types of all parameters when the state was made.
-        trained: whether each parameter required a gradient then.
+        trained: whether each parameter required a gradient in the last step.
     """
 
     found: LossFacts = field(default_factory=LossFacts)
@@ -471,15 +471,16 @@ class RunState:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "spent": None}  # a copy has other tensors
 
-    def follow(self, state: State, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Cast the state if parameters of the groups have been cast since (``module.float()``).
-
-        Drop what other parameters than before cannot continue from, if ``requires_grad`` of some has changed.
-        """
-        parameters = [p for group in groups for p in group["params"]]
-        known, self.trained = self.trained, tuple([p.requires_grad for p in parameters])
-        if known is not None and known != self.trained:
+    def note_trained(self, state: State, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Before an estimate: if ``requires_grad`` of some has changed, drop what cannot go on with the others."""
+        trained = tuple([p.requires_grad for group in groups for p in group["params"]])
+        known, self.trained = self.trained, trained
+        if known is not None and known != trained:
             _carry_over(state, [(group["level"], p) for group in groups for p in group["params"]], known)
+
+    def follow(self, state: State, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Cast the state if parameters of the groups have been cast since (``module.float()``)."""
+        parameters = [p for group in groups for p in group["params"]]
         before, kinds = self.kinds, tuple([p.dtype for p in parameters])
         self.kinds = kinds
         if before is None or kinds == before:
@@ -519,7 +520,7 @@ class RunState:
             "fallback": self.found.fallback,
             "last_loss": self.last_loss,
             "warned": sorted(self.warned),  # an alert may change the next steps
-            "trained": None if self.trained is None else [*self.trained],
+            "trained": [*self.trained] if self.steps and self.trained is not None else None,
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:

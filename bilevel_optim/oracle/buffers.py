@@ -36,7 +36,7 @@ NOTHING = torch.empty(0)
 
 @dataclass(slots=True)
 class Known:
-    """What is known of a module with buffers.
+    """Facts about a module with buffers.
 
     Attributes:
         forms: its modes, and the names of its buffers, in recorded steps.
