@@ -483,6 +483,18 @@ def test_a_difference_across_a_kink_decides_nothing(function, derivative, verdic
     assert slope(function, 1e-3, unit).compared(derivative, 1.0, unit) == verdict
 
 
+def test_a_second_derivative_that_is_wrong_at_one_point_is_not_right():
+    """torch's second derivative of std() ** 2 is zero at a constant y, where the reference had the same fault."""
+    x, y = (torch.zeros(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    target = torch.tensor([1.0, -1.0, 2.0, 0.5], dtype=torch.float64)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.3, lower_steps=3)
+    report = bo.check_hypergradient(
+        optimizer, lambda: (y - target).square().sum() / 2, lambda: y.std() ** 2 + (y - x).square().sum() / 2
+    )
+    assert report.verdict == "inconclusive"
+    assert "wrong second derivative at this point" in report.advice
+
+
 @pytest.mark.slow  # as the rectifiers of faults/test_checking.py and the kinks of test_verdicts.py
 def test_kinks_and_noise_are_no_faults():
     """Rectifiers, and dropout whose masks belong to the sample."""

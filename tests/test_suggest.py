@@ -318,6 +318,30 @@ def test_smaller_rates_follow_where_larger_ones_stop_lowering_the_loss(monkeypat
     assert suggestion.rows["SOBA"].loss < 0.6 * suggestion.start
 
 
+def test_a_rate_that_was_not_measured_is_not_said_to_raise_the_loss(monkeypatch):
+    """The time ends where three times the best rate has diverged; the smaller one would be the next trial."""
+    x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(3, requires_grad=True)
+    curvature = torch.tensor([1.0, 2.0, 10.0])
+    run, diverged = Trials.run, []
+
+    def watched(trials, make, gradients, **options):
+        outcome = run(trials, make, gradients, **options)
+        if gradients == module.LAST and outcome.reason:
+            diverged.append(outcome.reason)
+        return outcome
+
+    monkeypatch.setattr(module, "RATES", {"SGD": 9, "Adam": 3})
+    monkeypatch.setattr(module, "BUDGETS", (48, 96, 192))
+    monkeypatch.setattr(module, "LAST", 384)
+    monkeypatch.setattr(Trials, "run", watched)
+    monkeypatch.setattr(TimeLimit, "over", property(lambda clock: bool(diverged)))
+    suggestion = suggest(
+        [x], [y], lambda: (y - 1).square().sum() / 2, lambda: (curvature * (y - x).square()).sum() / 2, methods="SOBA"
+    )
+    assert diverged
+    assert "before a smaller one was measured" in suggestion.rejected["SOBA"]
+
+
 def test_no_method_to_try_is_refused():
     x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
     losses = lambda: y.square().sum(), lambda: (y - x).square().sum()

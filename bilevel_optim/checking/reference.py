@@ -70,6 +70,11 @@ KINK = (
     "a kink of the losses (ReLU, abs, max) or rounding disturbs the differences here, although elsewhere they agree "
     "with the derivatives: check at another point (move x a little), in float64, or with smooth losses"
 )
+ONE_POINT = (
+    "differences of the solved problem, which no kink disturbs, disagree with the second derivatives here, although "
+    "elsewhere they agree: an operation has a wrong second derivative at this point (std or norm of zero)? Check at "
+    "another point (move x a little), or add a small number under the root"
+)
 UNCONFIRMED = (
     "differences of the solved problem are too inaccurate to confirm the reference, because of kinks of the losses "
     "(ReLU, abs, max) or of rounding: check at another point (move x a little), in float64, or with smooth losses"
@@ -537,7 +542,7 @@ class _Truth:
                 except GradcheckError:  # the lower problem has no good solution there
                     continue
                 if confirmed:
-                    return value, KINK
+                    return value, KINK if outcome == "unknown" else ONE_POINT
         except TimeUp:
             return math.nan, NO_TIME
         if outcome == "differs":

@@ -48,6 +48,9 @@ ACCELERATED = 30.0  # condition number from which momentum pays in the lower sol
 LARGEST_BIAS = 0.5  # largest bias of a suggested method
 WORSE = 2.0  # growth of f, relative to the start's loss, above which a trial has diverged
 NOT_MEASURED = "not measured: max_seconds was over before its first trials had ended; use a larger one"
+NO_MARGIN = (
+    "three times its best rate diverged, and max_seconds was over before a smaller one was measured; use a larger one"
+)
 SHIFT = 0.03  # relative shift of F2SA's copies of y by nu, about
 
 
@@ -619,6 +622,8 @@ class _Search:
                 rates[kind] = margin.settings["lr"]
             if kind == best.kind and margin is not best:
                 row = None if margin is None else self._measured_row(margin)
+            if row is not None and not row.steps:
+                row, self._reasons[name] = None, NO_MARGIN
         if row is not None:
             self._found[name], self._reach[name] = replace(row, rates=rates), best.reach
 

@@ -287,16 +287,17 @@ def page(records: dict[str, dict[str, dict[str, str]]]) -> str:
         "* *gradient*, *product* (Hessian-vector), *cross* (in x and y): `torch.autograd.grad`, against central "
         "differences.",
         "* *vmap*: `torch.func.vmap(grad)`, against one by one.",
-        "* *library*: products of the library, which all methods with second derivatives use.",
+        "* *library*: products of the library, which all methods with second derivatives use, before a step checks "
+        "them.",
         "* *tasks*: hypergradient of `AID` for two tasks at once, against the same one by one. Where the product is "
-        "wrong, *right* means equally wrong.",
+        "wrong, *refused by library* is `DerivativeError` of this check, and *right* means equally wrong.",
     ]  # fmt: skip
     if "compile" in columns:
         lines.append("* *compile*: hypergradient of a compiled step of `AID`, against the eager one.")
     lines += [
         "",
-        "**wrong** is silent: a finite number, no error. `nan` raises `NonFiniteError` in a step. The folder "
-        "`findings/` has programs that show some of these faults.",
+        "**wrong** is silent: a finite number, no error; a step finds it where *tasks* is *refused*. `nan` raises "
+        "`NonFiniteError` in a step. The folder `findings/` has programs that show some of these faults.",
     ]
     for group in dict.fromkeys(case.group for case in CASES.values()):
         header = " | ".join(("operation", *columns))

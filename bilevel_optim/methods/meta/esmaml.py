@@ -64,7 +64,7 @@ class ESMAML(Initialised, ZerothOrder):
             tasks_per_step, lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`
             and `PZOBO`.
 
-    State: none.
+    State: ``initial`` y.
 
     Raises:
         ValueError: for an argument out of its range, or at the first step if the shapes do not fit.
