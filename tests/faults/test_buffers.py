@@ -63,6 +63,34 @@ def test_the_upper_loss_reads_the_buffers_with_which_the_step_began(row, switche
     close(*ends, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.usually("F2SA")
+@each(("AID", "BOME", "F2SA", "F2SA-1", "F2SA-3", "FSLA", "ITD", "PZOBO", "RAHGD", "SOBA", "SVRB", "StocBiO"))
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_the_lower_loss_reads_buffers_that_the_upper_loss_moves(row, vectorize):
+    """The first step of F2SA used to differentiate g only after f had moved the statistics that g's graph reads."""
+    ends = []
+    for still in (False, True):
+        norm = nn.BatchNorm1d(4, affine=False, momentum=0.5).double().eval()
+        x = torch.full((4,), 0.1, dtype=torch.float64, requires_grad=True)
+        y = torch.ones(4, dtype=torch.float64, requires_grad=True)
+
+        def upper(norm=norm, x=x, y=y, still=still):
+            batch = (2 * X[1] + x).tanh() + 0.5
+            normal = F.batch_norm(batch, None, None, training=True) if still else norm.train()(batch)
+            return (normal @ y - 1).square().mean() / 2
+
+        def lower(norm=norm, x=x, y=y):
+            return (norm.eval()((X[0] * (1 + x)).tanh()) @ y + 1).square().mean() / 2 + (y - x).square().sum()
+
+        optimizer, gradients = row([x], [y], short=True, vectorize=vectorize), []
+        for _ in range(2):
+            optimizer.backward(upper, lower)
+            gradients.append(x.grad.clone())
+            assert not norm.num_batches_tracked
+        ends.append(flat([*gradients, y]))
+    close(*ends, atol=1e-9, rtol=1e-9)
+
+
 @pytest.mark.parametrize("vectorize", [True, False])
 @pytest.mark.parametrize("cls", [bo.F2SA, bo.PZOBO, bo.ITD])
 def test_every_task_reads_them_too(cls, vectorize):
