@@ -520,3 +520,33 @@ def test_buffers_that_the_first_call_makes_advance_once_per_step(row, kind):
         mean = 0.9 * mean + 0.1 * body(X[0]).detach().mean(0)
         close(layer.running_mean, mean, 1e-12)
         assert int(layer.calls if kind is Counting else layer.num_batches_tracked) == k
+
+
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA, bo.ITD, bo.PZOBO])
+def test_features_of_tasks_that_replace_a_buffer(cls):
+    """A step on stacked tasks used to raise: the loss found one of vmap's lanes in the place of the buffer."""
+    ends = []
+    for vectorize in (True, False):
+        torch.manual_seed(0)
+        centred, head = Centred(True), nn.Linear(3, 1, dtype=torch.float64)
+        x = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+
+        def features(batch, centred=centred, x=x):
+            return centred(batch[:, :2] * x.exp())
+
+        def lower(hidden, head=head):
+            return (head(hidden) - 1).square().mean() + sum(p.square().sum() for p in head.parameters())
+
+        def upper(hidden, head=head, x=x):
+            return head(hidden).square().mean() + (x - 1).square().sum()
+
+        losses = [bo.Objective(loss, features=features) for loss in (upper, lower)]
+        options = {"lower_steps": 3, "vectorize": vectorize, "generator": seeded()}
+        optimizer = cls([x], head.parameters(), lr=0.01, lower_lr=0.01, **options)
+        for _ in range(3):
+            mean = centred.mean.clone()
+            want = 0.5 * mean + 0.5 * centred.linear(X[0, :, :2] * x.exp()).detach().mean(0)
+            optimizer.step(*losses, tasks=bo.TensorTasks(X[:1].repeat(3, 1, 1)))
+            close(centred.mean, want, 1e-12)
+        ends.append(flat([x, *head.parameters()]))
+    close(*ends, atol=1e-9, rtol=1e-9)
