@@ -233,9 +233,11 @@ class Kept:
             self._noted.__exit__(None, None, None)
 
     def moved(self) -> bool:
-        """Return True if graphs of the block are not valid after it: they may have saved buffers that it restores."""
-        moved = _called if self.buffers.complete else _changed  # a comparison would wait for the device
-        return any([moved(*key, was) for key, was in self._before.items()])
+        """Return True if graphs of the block are not valid after it: they may have saved buffers that it restores.
+
+        Or buffers that the next block changes; so all of them count until it is known which ones change.
+        """
+        return any([not self.buffers.complete or _called(*key, was) for key, was in self._before.items()])
 
 
 class _Notes(threading.local):

@@ -295,7 +295,8 @@ class LaneFeatures:
                 self.oracle.check_features(self.level, first)
         if hasattr(self.features, "stacked"):
             return self.features.stacked(batch)
-        parts = _each(self, self._of_one, batch, [], len(tree_leaves(batch)[0]))
+        with self.oracle.session.buffers_kept():  # a lane of vmap that a module has kept must not outlive it
+            parts = _each(self, self._of_one, batch, [], len(tree_leaves(batch)[0]))
         return parts[0] if len(parts) == 1 else tree_map(lambda *ts: torch.cat(ts), *parts)
 
     def _of_one(self, batch: Any) -> Any:

@@ -63,6 +63,34 @@ def test_the_upper_loss_reads_the_buffers_with_which_the_step_began(row, switche
     close(*ends, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.usually("F2SA")
+@each(("AID", "BOME", "F2SA", "F2SA-1", "F2SA-3", "FSLA", "ITD", "PZOBO", "RAHGD", "SOBA", "SVRB", "StocBiO"))
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_the_lower_loss_reads_buffers_that_the_upper_loss_moves(row, vectorize):
+    """The first step of F2SA used to differentiate g only after f had moved the statistics that g's graph reads."""
+    ends = []
+    for still in (False, True):
+        norm = nn.BatchNorm1d(4, affine=False, momentum=0.5).double().eval()
+        x = torch.full((4,), 0.1, dtype=torch.float64, requires_grad=True)
+        y = torch.ones(4, dtype=torch.float64, requires_grad=True)
+
+        def upper(norm=norm, x=x, y=y, still=still):
+            batch = (2 * X[1] + x).tanh() + 0.5
+            normal = F.batch_norm(batch, None, None, training=True) if still else norm.train()(batch)
+            return (normal @ y - 1).square().mean() / 2
+
+        def lower(norm=norm, x=x, y=y):
+            return (norm.eval()((X[0] * (1 + x)).tanh()) @ y + 1).square().mean() / 2 + (y - x).square().sum()
+
+        optimizer, gradients = row([x], [y], short=True, vectorize=vectorize), []
+        for _ in range(2):
+            optimizer.backward(upper, lower)
+            gradients.append(x.grad.clone())
+            assert not norm.num_batches_tracked
+        ends.append(flat([*gradients, y]))
+    close(*ends, atol=1e-9, rtol=1e-9)
+
+
 @pytest.mark.parametrize("vectorize", [True, False])
 @pytest.mark.parametrize("cls", [bo.F2SA, bo.PZOBO, bo.ITD])
 def test_every_task_reads_them_too(cls, vectorize):
@@ -492,3 +520,33 @@ def test_buffers_that_the_first_call_makes_advance_once_per_step(row, kind):
         mean = 0.9 * mean + 0.1 * body(X[0]).detach().mean(0)
         close(layer.running_mean, mean, 1e-12)
         assert int(layer.calls if kind is Counting else layer.num_batches_tracked) == k
+
+
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA, bo.ITD, bo.PZOBO])
+def test_features_of_tasks_that_replace_a_buffer(cls):
+    """A step on stacked tasks used to raise: the loss found one of vmap's lanes in the place of the buffer."""
+    ends = []
+    for vectorize in (True, False):
+        torch.manual_seed(0)
+        centred, head = Centred(True), nn.Linear(3, 1, dtype=torch.float64)
+        x = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+
+        def features(batch, centred=centred, x=x):
+            return centred(batch[:, :2] * x.exp())
+
+        def lower(hidden, head=head):
+            return (head(hidden) - 1).square().mean() + sum(p.square().sum() for p in head.parameters())
+
+        def upper(hidden, head=head, x=x):
+            return head(hidden).square().mean() + (x - 1).square().sum()
+
+        losses = [bo.Objective(loss, features=features) for loss in (upper, lower)]
+        options = {"lower_steps": 3, "vectorize": vectorize, "generator": seeded()}
+        optimizer = cls([x], head.parameters(), lr=0.01, lower_lr=0.01, **options)
+        for _ in range(3):
+            mean = centred.mean.clone()
+            want = 0.5 * mean + 0.5 * centred.linear(X[0, :, :2] * x.exp()).detach().mean(0)
+            optimizer.step(*losses, tasks=bo.TensorTasks(X[:1].repeat(3, 1, 1)))
+            close(centred.mean, want, 1e-12)
+        ends.append(flat([x, *head.parameters()]))
+    close(*ends, atol=1e-9, rtol=1e-9)
