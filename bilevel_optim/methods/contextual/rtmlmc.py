@@ -160,7 +160,9 @@ class RTMLMC(BilevelOptimizer):
         paper="arXiv:2310.18535",
         family="contextual",
         when="more lower problems than could be solved or remembered, each met once",
-        cost="per context about 2 K - 4 + 2.5 N lower, 2.5 (N - 1) hvp, 2.5 upper, 5 jvp; K = levels, N = neumann_steps",
+        cost=(
+            "per context about 2 K - 4 + 2.5 N lower, 2.5 (N - 1) hvp, 2.5 upper, 5 jvp; K = levels, N = neumann_steps"
+        ),
         tasks="required",
         random=True,
         lower_steps=False,
