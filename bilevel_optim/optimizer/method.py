@@ -119,6 +119,10 @@ NOISE = (
     "diagnostics['derivatives']), so the differences that this method takes are mostly noise. Draw its random numbers "
     "from torch's default generator, whose numbers are repeated, or put them into the batches; and count nothing in it"
 )
+FIRST_WRITTEN = (
+    "a loss has written a module buffer ({}) in this step, but not in the steps before, so that each evaluation of the "
+    "step has moved it; from the next step on it moves once in a step"
+)
 PLAIN = (bool, int, float, str, tuple, type(None))
 # Arguments that may differ between ranks, or that are compared in another form (groups, and the optimizers made).
 NOT_COMPARED = (
@@ -299,6 +303,8 @@ class Method(Options, Optimizer, ABC):
                 self._begun = None
             self._run_state.written = {}
             self._run_state.spent = spent_gradient(self.param_groups[0]["params"]) if update else None
+            if written := self._run_state.buffers.first_written():
+                warn(FIRST_WRITTEN.format(written))
             self._watch_losses(loss, moves=update)
             if look:
                 self._watch_moves(float(loss), before)

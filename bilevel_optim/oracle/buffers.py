@@ -28,7 +28,7 @@ from ..problem.parameters import overlaps_itself
 __all__ = ["Buffers", "Kept", "modules_of", "unnoted"]
 
 Note = Callable[[nn.Module, Any], None]
-Form = tuple[bool, tuple[str, ...]]  # the mode of a module, and the names of its buffers
+Form = tuple[bool, tuple[str, ...], tuple[int, ...]]  # mode of a module, names of its buffers, ids of its parts
 COUNT = "num_batches_tracked"
 STRIDED = torch.strided
 NOTHING = torch.empty(0)
@@ -36,16 +36,18 @@ NOTHING = torch.empty(0)
 
 @dataclass(slots=True)
 class Known:
-    """Facts about a module with buffers.
+    """Facts about a module.
 
     Attributes:
-        forms: its modes, and the names of its buffers, in recorded steps.
+        forms: those in recorded steps.
         changing: by mode, the names of the buffers that change in evaluations that begin or end in this mode.
+        written: names of buffers that have been written without a change that was seen.
         idle: whether it is a normalisation that nothing has called yet.
     """
 
     forms: set[Form] = field(default_factory=set)
     changing: dict[bool, set[str]] = field(default_factory=lambda: {True: set(), False: set()})
+    written: set[str] = field(default_factory=set)
     idle: bool = False
 
 
@@ -67,15 +69,17 @@ class Buffers:
 
     A closure does not show which modules it calls, and an update need not show in a tensor's version. So in the first
     step, and in that after new losses or groups, the values of the buffers are recorded: of all modules that the losses
-    can reach, and, by a hook, of those called; and again in a step that begins with one of them in another mode, or
-    with other buffers. Those that changed are known from then on, and so are all normalisations that the losses can
-    reach. (Not in every step, because the hook makes compiled modules recompile, and constant buffers can be large.)
+    can reach, and, by a hook, of those called; and again in a step that begins with one of them in another mode, with
+    other buffers or with other parts. Those that changed are known from then on, and so are all normalisations that the
+    losses can reach. (Not in every step, because the hook makes compiled modules recompile, and constant buffers can be
+    large.) A version tells of a buffer that is first written in a later step: then the next step is recorded.
     """
 
     def __init__(self, *, complete: bool = False) -> None:
         self._known: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
         self.complete = complete  # a whole step has been recorded
         self._none = True  # no buffer is known to change
+        self._still: list[tuple[nn.Module, str, Tensor, int]] = []  # buffers that should stay, with their versions
         self._losses: dict[Any, Any] = {}  # code of the losses whose modules are known, with their own modules
         self._last: list[weakref.ref[Any]] = []  # the last losses
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all that the first step has called
@@ -83,14 +87,27 @@ class Buffers:
     def expect(self, losses: Sequence[Loss | None]) -> None:
         """If losses are new, record the modules of the next step, and find those with buffers that they can reach.
 
-        Also record them if a module is in a mode, or has buffers, that no recorded step has seen.
+        Also record them if a module is in a mode, or has buffers or parts, that no recorded step has seen.
         """
-        for module, known in self._known.items() if self._known else ():
-            if (form := _form(module)) not in known.forms:
-                known.forms.add(form)
+        modules = [*self._known.items()] if self._known else []
+        for module, known in modules:
+            if _form(module) not in known.forms:
                 self.complete = False
-        if len(self._last) == len(losses) and all([ref() is own for ref, own in zip(self._last, losses, strict=True)]):
-            return
+                for part in module.modules():
+                    self._know(part)
+        if len(self._last) != len(losses) or not all(
+            [ref() is own for ref, own in zip(self._last, losses, strict=True)]
+        ):
+            self._look_for_modules(losses)
+        self._still = [
+            (module, name, buffer, version_of(buffer))
+            for module, known in (modules if self.complete else ())
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not (name in known.changing[module.training] or name in known.written)
+        ]
+
+    def _look_for_modules(self, losses: Sequence[Loss | None]) -> None:
+        """Look for modules with buffers that losses can reach; record the next step if one is new."""
         self._last = [weakref.ref(own) for own in losses if own is not None]
         for own in losses:
             for loss in (own.loss, own.features) if isinstance(own, Objective) else (own,):
@@ -104,8 +121,19 @@ class Buffers:
                         if module._buffers:
                             self._know(module)
 
+    def first_written(self) -> str:
+        """Return buffers that an eager step has written for the first time, and let the next step be recorded."""
+        found = []
+        for module, name, buffer, version in self._still:
+            if getattr(module, name, None) is not buffer or version_of(buffer) != version:
+                self._known[module].written.add(name)
+                found.append(f"{name} of {type(module).__name__}")
+        self._still = []
+        self.complete = self.complete and not found
+        return ", ".join(found)
+
     def _know(self, module: nn.Module) -> Known:
-        """Return the facts of a module with buffers; a normalisation changes all its buffers in training mode."""
+        """Return the facts of a module; a normalisation changes all its buffers in training mode."""
         known = self._known.get(module)
         if known is None:
             known = self._known[module] = Known()
@@ -136,8 +164,9 @@ class Buffers:
     def _now(self) -> Iterator[tuple[nn.Module, str, Tensor | None, Known]]:
         """Yield the buffers that an evaluation may change which begins now."""
         for module, known in self._known.items():
-            for name in sorted(known.changing[module.training]):
-                yield module, name, getattr(module, name, None), known
+            if names := known.changing[module.training]:
+                for name in sorted(names):
+                    yield module, name, getattr(module, name, None), known
 
     @contextmanager
     def noted(self) -> Generator[Before]:
@@ -158,8 +187,7 @@ class Buffers:
             self.modules.add(module)
             for part in module.modules():
                 require_no_exchange(part)
-                if part._buffers:
-                    _record(part, self._know(part), before)
+                _record(part, self._know(part), before)
 
         for module, known in [*self._known.items()]:  # a loss may call a method of a module, which no hook sees
             _record(module, known, before)
@@ -174,6 +202,8 @@ class Buffers:
             buffer, value = was.buffer, was.value
             if not self.complete:
                 if not _changed(module, name, was):
+                    if buffer is not None and version_of(buffer) != was.version:
+                        was.known.written.add(name)
                     continue
                 if buffer is not None:  # one that is made is recorded in the next step
                     self._none = False
@@ -192,7 +222,7 @@ class Buffers:
     def _unmade(self, before: Before) -> bool:
         """Take buffers away that the block has made: the pass at the end of the step makes them again."""
         found = False
-        for module in self.modules:
+        for module, known in self._known.items():
             for name, buffer in [*module._buffers.items()]:
                 if not ((module, name) in before or buffer is None or is_lazy(buffer) or buffer.is_meta):
                     found = True
@@ -200,7 +230,7 @@ class Buffers:
                         module.reset_running_stats()  # type: ignore[operator]
                     else:
                         del module._buffers[name]
-                        self._know(module)  # as it is now; the next step finds another form, and records it
+                        known.forms.add(_form(module))  # the next step finds another one, and is recorded
         return found
 
 
@@ -314,8 +344,9 @@ def _called(module: nn.Module, name: str, was: Was) -> bool:
 
 
 def _form(module: nn.Module) -> Form:
-    """Return the mode of a module, and the names of its buffers."""
-    return module.training, tuple([name for name, buffer in module._buffers.items() if buffer is not None])
+    """Return the mode of a module, the names of its buffers, and the ids of its parts."""
+    names = [name for name, buffer in module._buffers.items() if buffer is not None]
+    return module.training, tuple(names), tuple(map(id, module.children()))
 
 
 def _normalises(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -550,3 +551,66 @@ def test_features_of_tasks_that_replace_a_buffer(cls):
             close(centred.mean, want, 1e-12)
         ends.append(flat([x, *head.parameters()]))
     close(*ends, atol=1e-9, rtol=1e-9)
+
+
+class Warm(nn.Module):
+    """A layer whose moving mean begins to move when ``warm`` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.warm = nn.Linear(2, 3).double(), False
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+    def forward(self, rows):
+        hidden = self.linear(rows)
+        self.scale.copy_(torch.ones(()))  # a write without a change
+        centred = hidden - self.mean
+        if self.warm:
+            self.mean.mul_(0.5).add_(0.5 * hidden.detach().mean(0))
+        return centred
+
+
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA])
+def test_a_buffer_that_begins_to_move_in_a_later_step_is_told(cls):
+    """It used to move at every evaluation for good, in silence."""
+    torch.manual_seed(0)
+    net, x = Warm(), torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(5, 2, dtype=torch.float64)
+
+    def lower():
+        return (net(rows) - 1).square().mean() + (x.exp() * net.linear.weight.square()).sum()
+
+    optimizer = cls([x], net.parameters(), lr=0.01, lower_lr=0.01, lower_steps=3)
+    for step in range(6):
+        net.warm = step >= 2
+        before = net.mean.clone()
+        told = (
+            pytest.warns(bo.BilevelWarning, match=r"a loss has written a module buffer .mean of Warm. in this step")
+            if step == 2
+            else nullcontext()
+        )
+        with told:
+            optimizer.step(lambda: net(rows).square().mean(), lower)
+        if step > 2:
+            close(net.mean, 0.5 * before + 0.5 * net.linear(rows).detach().mean(0), 1e-12)
+
+
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA, bo.SOBA])
+def test_a_normalisation_that_is_put_in_later(cls):
+    """Without new parameters or losses it used to move at every evaluation, in silence."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(2, 3).double()), torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    model, rows = nn.ModuleDict({"net": net}), torch.randn(5, 2, dtype=torch.float64)
+
+    def lower():
+        return (model["net"](rows) - 1).square().mean() + (x.exp() * net[0].weight.square()).sum()
+
+    steps = {} if cls is bo.SOBA else {"lower_steps": 3}
+    optimizer = cls([x], net.parameters(), lr=0.01, lower_lr=0.01, **steps)
+    for step in range(4):
+        if step == 2:
+            net.append(nn.BatchNorm1d(3, affine=False, dtype=torch.float64))
+        optimizer.step(lambda: model["net"](rows).square().mean(), lower)
+        if step >= 2:
+            assert int(net[1].num_batches_tracked) == step - 1
