@@ -108,6 +108,13 @@ def test_a_write_in_place_is_told(what, captured):
         two_steps(optimizer, losses)
 
 
+def test_later_steps_of_a_lower_optimizer_are_no_writes_into_the_state():
+    keeps_y = with_change(lambda e, o, i: replace(e, memory={**e.memory, "last": e.lower}))
+    optimizer, losses, _ = problem(keeps_y, lower_optimizer=torch.optim.Adam)
+    two_steps(optimizer, losses)
+    two_steps(optimizer, losses)
+
+
 class Noisy(bo.SOBA):
     """SOBA that draws from a generator of its own, of which no step knows."""
 
