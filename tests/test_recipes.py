@@ -29,7 +29,7 @@ from recipes import (
     meta_classification,
     saddle_escape,
 )
-from recipes.benchmarks import conditioning, contextual, many_tasks, overhead
+from recipes.benchmarks import conditioning, contextual, many_tasks, overhead, step_path
 from recipes.common import Parser, progress, rows, save, spend, summary, table, train, tuned
 from recipes.problems import few_images, kernel_machine, suspects
 from recipes.problems.newsgroups import SparseFeatures, load_newsgroups
@@ -1131,3 +1131,9 @@ def test_length_scales_is_an_estimator_of_scikit_learn(part):
         warnings.simplefilter("ignore")  # of data with columns that are constant, and the like
         for estimator, check in checks[part::8]:
             check(estimator)
+
+
+def test_a_walk_counts_a_context_once():
+    """A profile sees each entry of a generator: once when it begins, and again when its block ends."""
+    calls = step_path.walk(step_path.step_of("AID"))
+    assert [count for (_, name, _), count in calls.items() if name == "Oracle.lower_system"] == [1]

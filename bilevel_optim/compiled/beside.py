@@ -23,9 +23,9 @@ __all__ = ["DIFFERS", "FUNCTIONAL", "compared", "require_compilable"]
 
 FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # updates that Dynamo can trace
 DIFFERS = (
-    "a compiled step differs from the eager one in {}: a loss depends on something that a graph does not see (data "
-    "that it draws itself), or is too sensitive to rounding; draw data by the Objective, or accept a larger difference "
-    "by compile(rtol=, atol=)"
+    "a compiled step differs from the eager one in {}: a loss, or a method of your own, depends on something that a "
+    "graph does not see (data that a loss draws itself, an attribute that the method changes), or is too sensitive to "
+    "rounding; draw data by the Objective, or accept a larger difference by compile(rtol=, atol=)"
 )
 
 

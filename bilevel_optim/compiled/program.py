@@ -24,6 +24,7 @@ from .places import Place, Writer, on_tensors
 from .pure import PureStep, Results, State, following
 from .reading import Arguments, Needed, Reader, Reading, Together, UserGraph, look
 from .reasons import Refused
+from .rewrites import require_drawn_before
 
 __all__ = ["Call", "Given", "StepProgram", "StepReader"]
 
@@ -249,6 +250,7 @@ class StepReader:
         fakes: list[Tensor] = [mode.from_tensor(t.detach(), static_shapes=True) for t in arguments]
         with tracing(), mode, torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
             graph = make_fx(step, get_decompositions(_WRITES))(*fakes)  # type: ignore[arg-type]
+        require_drawn_before(graph)
         out.pop("kept")
         places = _simplified(graph)
         final = partial(on_tensors, lambda place: places[place] if place >= 0 else place)

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from ..oracle.differentiable import plain_weight_norm
 from .reasons import UNDRAWN, Refused, place_of
 
-__all__ = ["differentiable_twice", "require_deterministic", "require_unwritten"]
+__all__ = ["differentiable_twice", "require_deterministic", "require_drawn_before", "require_unwritten"]
 
 RANDOM = {
     "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "bernoulli_",
@@ -40,6 +40,17 @@ def require_deterministic(module: GraphModule) -> None:
             rate = _argument(node, 4, "dropout_p", 0.0)
         if name in RANDOM or rate:
             raise Refused(f"a loss draws random numbers ({name}){UNDRAWN}{place_of(node)}")
+
+
+def require_drawn_before(module: GraphModule) -> None:
+    """Raise `Refused` if a traced step draws random numbers, which only code of the method can do by now."""
+    for node in module.graph.nodes:
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        if name in RANDOM:
+            raise Refused(
+                f"the method draws random numbers ({name}), and a graph would draw others than an eager step: declare "
+                "them in _random_inputs, for example as a seed"
+            )
 
 
 def _argument(node: Node, position: int, name: str, default: Any) -> Any:

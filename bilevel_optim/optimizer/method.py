@@ -58,6 +58,7 @@ from .auto_rate import (
 )
 from .checkpoint import OWN, initial_state, initialises
 from .declaration import UNDECLARED, MethodInfo, register
+from .foreign import ReadOnly, require_estimate, require_update
 from .lower_checks import (
     LowerChecks,
     place_of_counts,
@@ -172,12 +173,14 @@ class Method(Options, Optimizer, ABC):
     _saved_options: ClassVar[Mapping[str, str]] = {}  # options in a checkpoint, with their attributes
     _joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # by name: reduces stacked diagnostics of tasks
     _fixed_rate: ClassVar[str] = ""  # why lower_lr cannot be "auto"
+    _foreign: ClassVar[bool] = False  # True if it is defined outside the package
     _arguments = cast("Mapping[str, str]", MappingProxyType({}))  # texts of the arguments that ranks compare
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._saved_options = {name: one.attribute or name for name, one in cls._options.items() if one.saved}
         cls.__signature__ = signature_of(cls)  # type: ignore[attr-defined]
+        cls._foreign = cls.__module__.split(".")[0] != __name__.split(".")[0]
         if "declared" in vars(cls):
             register(cls)
 
@@ -468,6 +471,7 @@ class Method(Options, Optimizer, ABC):
         checks = new_losses or (again and self.check_derivatives)
         if checks:
             oracle.session.used = {} if self.check_derivatives else None
+        read_only = ReadOnly(oracle, inputs) if self._foreign else None
         estimate = self._estimate(oracle, inputs, tasks)
         if checks:
             self._check_derivatives(oracle, tasks)
@@ -476,8 +480,14 @@ class Method(Options, Optimizer, ABC):
         oracle.session.lower_sample = None  # a reference cycle would keep the step's graphs
         new = None
         if update:
+            if read_only is not None:
+                read_only.add(*estimate.gradient)
             with torch.set_grad_enabled(False):
                 new = self.update(oracle.x, estimate.gradient, inputs.after(estimate))
+        if read_only is not None:
+            read_only.require(type(self).__name__)
+            if update:
+                require_update(new, type(self).__name__)
         return estimate, new
 
     def _losses(self, oracle: Oracle, tasks: Any) -> tuple[Any, ...]:
@@ -584,6 +594,8 @@ class Method(Options, Optimizer, ABC):
             )
             inputs = replace(inputs, lower_groups=groups, rule=rule)
         estimate = self.estimate(oracle, inputs)
+        if self._foreign:
+            require_estimate(estimate, oracle, type(self).__name__)
         if self._lower_solver is not None:
             alert_if_unsolved(oracle, inputs, estimate)
         if curvature is None:

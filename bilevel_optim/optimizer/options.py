@@ -74,6 +74,11 @@ class Option:
     settable: bool = True
     annotation: str = ""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a default that all optimizers of the class would share and change."""
+        if isinstance(self.default, (list, dict, set)):
+            raise ValueError(f"an option has the mutable default {self.default!r}: take a tuple, or None")
+
 
 class _Unsettable:
     """An attribute that is set once, by the constructor, if at all: setting it later would have no effect."""

@@ -344,7 +344,8 @@ class LowerRule:
             else:  # hooks before the step see the gradient
                 closure()
                 self.optimizer.step()
-            new = Vector(t.detach().clone() if is_sharded(t) else t.detach() for t in self._scratch)
+            # Not detach(): its version would go on with that of the copy.
+            new = Vector(t.detach().clone() if is_sharded(t) else t.data for t in self._scratch)
             states = [dict(self.optimizer.state[scratch]) for scratch in self._scratch]
         finally:
             for scratch, empty in zip(self._scratch, self._empty, strict=True):

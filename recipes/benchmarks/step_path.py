@@ -4,12 +4,13 @@
     python -m recipes.benchmarks.step_path --walk AID
 
 A step of three tensors a level is traced with ``sys.setprofile`` after two steps that look at the losses for the first
-time. Calls into torch and generator resumptions are not counted.
+time. Calls into torch, lambdas, comprehensions and generator resumptions are not counted.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -59,11 +60,15 @@ def step_of(name: str) -> Callable[[], object]:
 def walk(step: Callable[[], object]) -> Counter[tuple[str, str, int]]:
     """Return how often each function of the package is called in a step, by file, name and line."""
     calls: Counter[tuple[str, str, int]] = Counter()
-    root = f"{PACKAGE}/"
+    root, begun = f"{PACKAGE}/", set[FrameType]()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(root) and not code.co_name.startswith("<"):
+            if code.co_flags & inspect.CO_GENERATOR:
+                if frame in begun:
+                    return  # resumed
+                begun.add(frame)
             calls[code.co_filename.removeprefix(root), code.co_qualname, code.co_firstlineno] += 1
 
     sys.setprofile(note)

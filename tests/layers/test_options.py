@@ -155,3 +155,9 @@ def test_requirements_on_the_lower_optimizer_follow_from_declarations():
             made(Elementwise, lower_steps=1, lower_lr=0.1, lower_optimizer=torch.optim.LBFGS)
     finally:
         del REGISTRY["Elementwise"]
+
+
+@pytest.mark.parametrize("shared", [[], {}, set()])
+def test_a_default_that_optimizers_would_share_is_refused(shared):
+    with pytest.raises(ValueError, match=r"an option has the mutable default .*: take a tuple, or None"):
+        option(default=shared)
