@@ -102,7 +102,7 @@ class SRBA(SingleLoop):
         )
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool | None:
-        """Cache key for the next step's graph: True if it evaluates the full sums; None, so eager, if it begins anew.
+        """Cache key for the next step's graph: True if it evaluates the full sums; None, so eager, if it begins again.
 
         Such a step has draws of its own; the first step of a run is eager anyway.
         """

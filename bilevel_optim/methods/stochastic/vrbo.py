@@ -92,7 +92,7 @@ class VRBO(NeumannMethod):
     anchor_batches: int = count(default=10, least=1)
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool | None:
-        """Cache key for the next step's graph: True if it is an anchor; None, so eager, if the recursion begins anew.
+        """Cache key for the next step's graph: True if it is an anchor; None, so eager, if the recursion begins again.
 
         Such a step has draws of its own; the first step of a run is eager anyway.
         """
