@@ -44,6 +44,7 @@ __all__ = [
     "State",
     "Transaction",
     "Turn",
+    "lacks",
     "make",
     "owned",
     "recalled",
@@ -364,6 +365,11 @@ def recalled(state: State, parameters: Sequence[Tensor], prefix: str) -> Recalle
 
 
 _NOTHING: Mapping[str, Any] = {}
+
+
+def lacks(state: State, parameters: Iterable[Tensor], name: str) -> bool:
+    """Return True if one of these parameters has no entry of this name."""
+    return any([name not in state.get(p, _NOTHING) for p in parameters])
 
 
 def remember(state: State, parameters: Sequence[Tensor], memory: Mapping[str, Sequence[Tensor] | None]) -> None:

@@ -256,3 +256,30 @@ def test_compared_steps_are_counted_like_the_others():
         optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x).square().sum() / 2)
         counts.append(optimizer.oracle_counts["hvp"])
     assert [counts[k + 1] - counts[k] for k in range(9)] == [3] * 9
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rests"),
+    [("SRBA", {}, 9), ("VRBO", {"lower_steps": 2, "anchor_batches": 2, "linear_steps": 2}, 13)],
+)
+def test_a_recursion_that_begins_anew_between_its_anchors_stays_compiled(name, options, rests):
+    """A tensor rests, then returns: those steps have draws of their own, and no later step is eager for them."""
+    rows = torch.randn(12, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for compiled in (False, True):
+        x, z, y, w = (torch.full((2,), v, dtype=torch.float64, requires_grad=True) for v in (1.0, 1.0, 0.1, 0.2))
+        g = lambda e: ((y - x - e).square().sum() + (w - z + y / 2).square().sum()) / 2  # noqa: E731, B023
+        f = lambda e: ((y - 1 + e).square().sum() + (w + 1).square().sum()) / 2  # noqa: E731, B023
+        lower, upper = (
+            bo.FiniteSum(loss, rows, size, generator=torch.Generator().manual_seed(size))
+            for loss, size in ((g, 2), (f, 3))
+        )
+        optimizer = getattr(bo, name)([x, z], [y, w], lr=0.05, lower_lr=0.2, period=4, **options)
+        if compiled:
+            optimizer.compile(backend="eager")
+        for k in range(rests + 9):
+            w.requires_grad_(not rests <= k < rests + 4)
+            optimizer.step(upper, lower)
+        ends.append(torch.cat([x, z, y, w]).detach())
+    assert "compile_fallback" not in optimizer.diagnostics
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
