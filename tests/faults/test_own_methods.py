@@ -139,5 +139,5 @@ def test_random_numbers_that_are_not_declared_are_the_same_after_compile(at_once
             for _ in range(12):
                 optimizer.step(*losses)
         ends.append(x.detach())
-    assert "the method draws random numbers (rand)" in optimizer.diagnostics["compile_fallback"]
+    assert "draws random numbers" in optimizer.diagnostics["compile_fallback"]  # torch 2.11 blames the loss
     torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
