@@ -35,10 +35,10 @@ CIFAR = (
     f"{BUDGET} --rates 0.0003 --seeds 1 --most 4 --evaluations 5 --episodes 40 "
     "--learners aid protonet anil ridge first-order"
 )
-# The curve of ten core-hours: as many meta-steps as they allow for four learners, an hour of it the search.
+# The curve of ten core-hours: as many meta-steps as they allow for four learners, two of them the search.
 CIFAR_LONG = (
     "--data cifar_fs --backbone resnet12 --shot 5 --tasks 1 --augment --autocast --steps 10000 --schedule cosine "
-    "--share 0.05 --test-episodes 600 --rates 0.0001 --seeds 1 --most 4 --evaluations 20 --episodes 100 "
+    "--share 0.05 --test-episodes 600 --rates 0.0001 --seeds 1 --most 4 --evaluations 10 --episodes 100 "
     "--learners protonet anil ridge aid"
 )
 HEADS = f"--data mnist --steps 500 --out {shlex.quote(str(TRANSFER))}"
