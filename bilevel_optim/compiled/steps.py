@@ -198,6 +198,8 @@ class CompiledSteps:
         if options is not self._options or optimizer.state is not self._state:  # other parameters may be trained
             self._options = options
             state.note_trained(optimizer.state, optimizer.param_groups)
+        if state.begins_anew == state.steps:
+            return None
         numbers = optimizer.numbers | sources.kind.terms
         own = optimizer._graph_key(state.steps, numbers)
         if own is None:

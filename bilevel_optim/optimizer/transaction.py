@@ -44,7 +44,6 @@ __all__ = [
     "State",
     "Transaction",
     "Turn",
-    "lacks",
     "make",
     "owned",
     "recalled",
@@ -367,11 +366,6 @@ def recalled(state: State, parameters: Sequence[Tensor], prefix: str) -> Recalle
 _NOTHING: Mapping[str, Any] = {}
 
 
-def lacks(state: State, parameters: Iterable[Tensor], name: str) -> bool:
-    """Return True if one of these parameters has no entry of this name."""
-    return any([name not in state.get(p, _NOTHING) for p in parameters])
-
-
 def remember(state: State, parameters: Sequence[Tensor], memory: Mapping[str, Sequence[Tensor] | None]) -> None:
     """Write state entries; None deletes an entry."""
     for name, vector in memory.items():
@@ -458,6 +452,7 @@ class RunState:
         spent: a ``.grad`` of x that has moved it, in a step with losses.
         kinds: types of all parameters when the state was made.
         trained: whether each parameter required a gradient in the last step.
+        begins_anew: number of the step without state that was dropped, so that it may draw others than its like.
     """
 
     found: LossFacts = field(default_factory=LossFacts)
@@ -473,6 +468,7 @@ class RunState:
     spent: Spent | None = None
     kinds: tuple[torch.dtype, ...] | None = None
     trained: tuple[bool, ...] | None = None
+    begins_anew: int = -1
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "spent": None}  # a copy has other tensors
@@ -482,6 +478,7 @@ class RunState:
         trained = tuple([p.requires_grad for group in groups for p in group["params"]])
         known, self.trained = self.trained, trained
         if known is not None and known != trained:
+            self.begins_anew = self.steps
             _carry_over(state, [(group["level"], p) for group in groups for p in group["params"]], known)
 
     def follow(self, state: State, groups: Iterable[Mapping[str, Any]]) -> None:

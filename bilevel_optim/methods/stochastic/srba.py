@@ -13,7 +13,6 @@ from ...hypergradient import Estimate
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.options import InitVar, count, number, option
 from ...optimizer.step import Draw, DrawInputs, StepInputs, replace
-from ...optimizer.transaction import lacks
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample
@@ -101,15 +100,8 @@ class SRBA(SingleLoop):
             "SRBA continues from its last step, which new tasks do not have; use SOBA with tasks= and task_memory=True"
         )
 
-    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool | None:
-        """Cache key for the next step's graph: True if it evaluates the full sums; None, so eager, if it begins again.
-
-        Such a step has draws of its own; the first step of a run is eager anyway.
-        """
-        if self.warm_start and 0 < steps == self._run_state.steps:
-            x, y = self.parameters("upper"), self.parameters("lower")
-            if lacks(self.state, (*x, *y), "direction"):
-                return None
+    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
+        """Cache key for the next step's graph: True if the step evaluates the full sums."""
         terms = [numbers.get(f"{level}_terms", 1) for level in ("lower", "upper")]
         return not self.warm_start or steps % self._period(*terms) == 0
 

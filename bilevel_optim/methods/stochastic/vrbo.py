@@ -12,7 +12,6 @@ from ...hypergradient import Estimate
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.options import InitVar, count, option
 from ...optimizer.step import LOWER, Draw, DrawInputs, StepInputs, replace, require_interior
-from ...optimizer.transaction import lacks
 from ...oracle.oracle import Oracle
 from ...problem.vector import Vector
 from .mrbo import Recursion
@@ -91,24 +90,14 @@ class VRBO(NeumannMethod):
     period: int = count(default=5, least=1)
     anchor_batches: int = count(default=10, least=1)
 
-    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool | None:
-        """Cache key for the next step's graph: True if it is an anchor; None, so eager, if the recursion begins again.
-
-        Such a step has draws of its own; the first step of a run is eager anyway.
-        """
-        if self.warm_start and 0 < steps == self._run_state.steps:
-            x, y = self.parameters("upper"), self.parameters("lower")
-            if lacks(self.state, (*x, *y), "direction"):
-                return None
-        return self._is_anchor(steps)
-
-    def _is_anchor(self, steps: int) -> bool:
+    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
+        """Cache key for the next step's graph: True if the step is an anchor."""
         return steps % self.period == 0
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Return the draws of the differences; where the recursion restarts, also ``anchor_batches`` for each mean."""
         begins = not self.warm_start or Recursion.remembered(inputs) is None
-        if not begins and not self._is_anchor(inputs.steps):
+        if not begins and not self._graph_key(inputs.steps, inputs.numbers):
             return [LOWER, *self._sample_draws()] * (self.lower_steps + 1)
         many, differences = [LOWER] * self.anchor_batches, max(self.lower_steps - begins, 0)
         return many * begins + [LOWER] * differences + many + self._sample_draws() * self.anchor_batches
@@ -118,7 +107,7 @@ class VRBO(NeumannMethod):
         rule, memory = inputs.solver_for(oracle.y)
         last = Recursion.remembered(inputs) if self.warm_start else None
         begins = last is None
-        anchor = begins or self._is_anchor(inputs.steps)
+        anchor = begins or self._graph_key(inputs.steps, inputs.numbers)
         if last is None:
             last = Recursion(oracle.x, oracle.y, oracle.x.zeros_like(), self._lower_anchor(oracle))
         point, estimate = oracle, None
