@@ -190,11 +190,12 @@ def test_a_captured_step_makes_nothing_that_grows_with_the_number_of_tasks(lazy)
     ("cls", "options", "reason"),
     [
         (bo.RSVRB, {"radius": 0.4}, "with a radius"),
+        (bo.RSVRB, {"variant": "matrix_free", "ceilings": {"r": 0.4}}, "with a radius or ceiling"),
         (bo.RSVRB, {"probabilities": "adaptive"}, "computes the adaptive probabilities"),
         (bo.BSVRB, {"schedule": "cube_root"}, "depend on the step count"),
         (bo.SVRB, {"warm_start": False}, "begins with all rows"),
     ],
-    ids=["radius", "adaptive", "schedule", "cold"],
+    ids=["radius", "ceiling", "adaptive", "schedule", "cold"],
 )
 def test_uncaptured_steps_say_why(cls, options, reason):
     results = []

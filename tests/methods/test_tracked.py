@@ -661,21 +661,27 @@ def test_matrix_free_is_its_recursion(most):
     assert tuple(optimizer.oracle_counts.values()) == (2 * 40, 2 * 40, 2 * 40, 2 * 40, 0)
 
 
+@pytest.mark.parametrize("most", [math.inf, 0.1])
 @pytest.mark.parametrize("lazy", [True, False])
-def test_matrix_free_rows_left_behind_catch_up_exactly(lazy):
+def test_matrix_free_rows_left_behind_catch_up_exactly(lazy, most):
     m, steps, betas, common = 8, 40, {"w": 0.05, "s": 0.08, "d": 0.1}, {"lr": 0.02, "lower_lr": 0.05}
+    ceilings = {"r": most} if math.isfinite(most) else None
     draws, stream = picks(m, steps, 2), noises(m, steps)
     family = Family(m, draws=draws, noises=stream)
     optimizer = bo.RSVRB(family.x, family.y, averaging=0.6, beta=betas, beta_unit="absolute", task_batch=2,
-                         variant="matrix_free", lazy=lazy, **common)  # fmt: skip
-    literal = LiteralFree(family, stream[0], betas=betas, tau=0.6, share=2 / m, **common)
+                         variant="matrix_free", lazy=lazy, ceilings=ceilings, **common)  # fmt: skip
+    literal, longest = LiteralFree(family, stream[0], betas=betas, tau=0.6, share=2 / m, most=most, **common), 0.0
     family.run(optimizer)
     for S, e in zip(draws, stream[1:], strict=True):
         agree(family, literal, y=False, atol=1e-11)
         family.run(optimizer)
         literal.step(S, e)
+        longest = max(longest, *(float(r.norm()) for i, r in enumerate(literal.r) if i not in S))
     optimizer.catch_up()
     agree(family, literal, atol=1e-11)
+    rows = optimizer.state[family.y[0]]["rows.r"]
+    assert torch.allclose(rows, torch.stack(literal.r), rtol=0, atol=1e-11)
+    assert longest > 0.999 * most or math.isinf(most)  # a row that rests reaches its ceiling
     assert optimizer.oracle_counts["hvp"] == 2 * m + steps * 4
 
 

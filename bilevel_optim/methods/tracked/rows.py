@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 REBASE = -16.0  # below that, exp(sum of logarithms) leaves too few digits in the differences of prefix sums
-HISTORY = 1 << 14  # steps that are stored one by one if there is a radius
+HISTORY = 1 << 14  # steps that are stored one by one if a position is limited
 CHUNK = 1 << 22  # entries handled at a time in a pass over all rows
 STAMPS = ("log", "drift", "age")  # tables that record the time at which a row is valid
 
@@ -48,7 +48,7 @@ class Clock:
             device.
         trackers, positions: number of these.
         history: for each step since the last rebase: mixing weight of the first velocity, part of a step, learning
-            rate. Kept only if there is a radius.
+            rate, and the weights of the other velocities. Kept only if a position is limited.
         rests: True if no row of a graph ever moves without a visit.
         kept: the clock as the optimizer keeps it; None once it has moved.
     """
@@ -56,7 +56,7 @@ class Clock:
     numbers: Tensor
     trackers: int
     positions: int
-    history: tuple[tuple[float, float, float], ...] = ()
+    history: tuple[tuple[float, ...], ...] = ()
     rests: bool = False
     kept: Any = None
 
@@ -118,14 +118,15 @@ class Clock:
         """Return the clock one step later, if unvisited rows do not move."""
         return replace(self, numbers=torch.cat([self.numbers[:1] + 1, self.numbers[1:]]), kept=None)
 
-    def ticked(self, table: Table, betas: Mapping[str, float], rates: Tensor, tau: float, keep: bool) -> Clock:
+    def ticked(self, table: Table, betas: Mapping[str, float], rates: Tensor, tau: float) -> Clock:
         """Return the clock one step later, for these mixing weights, learning rates and part of a step."""
         time, log, drift, _ = self._parts()
         log = log + constant([_lost(betas[name]) for name in table.trackers], log)
         shrunk = torch.stack([log[table.trackers.index(velocity)].exp() for _, velocity in table.moving])
         moved = drift + rates[: drift.shape[1]].to(log) * tau * shrunk.unsqueeze(1)
         numbers = torch.cat([time.reshape(1) + 1, log, moved.flatten(), drift.flatten()])
-        passed = ((betas[table.moving[0][1]], tau, float(rates[0])),) if keep else ()
+        first, *others = (betas[velocity] for _, velocity in table.moving)
+        passed = ((first, tau, float(rates[0]), *others),) if table.radii else ()
         return replace(self, numbers=numbers, history=self.history + passed, kept=None)
 
     def rebased(self) -> Clock:
@@ -174,7 +175,7 @@ class Table:
         moving: (position, velocity) names.
         groups: for each entry of a row of y, the index of its learning rate.
         least: floor of the eigenvalues of ``H``, also applied to unvisited rows; None: no floor.
-        radius: radius of the ball onto which :math:`\Pi` projects y.
+        radii: radii of the balls onto which :math:`\Pi` projects positions, by name; others move freely.
         split: place of these rows among those of all ranks.
     """
 
@@ -184,7 +185,7 @@ class Table:
     moving: tuple[tuple[str, str], ...]
     groups: Tensor
     least: float | None
-    radius: float
+    radii: Mapping[str, float]
     split: Split
 
     @property
@@ -224,8 +225,8 @@ class Table:
                 far, near = (unit * (now[key][p] - drift[:, p]) for key in ("drift", "last"))
                 groups = to_device(self.groups, self.device)
                 rows[name], last = (at - step[:, groups].to(at.dtype) * along for step in (far, near))
-                if name == "y" and math.isfinite(self.radius):
-                    self._confine(rows, at, along, far[:, 0], last, clock, age)
+                if name in self.radii:
+                    self._confine(rows, p, at, far[:, 0], last, clock, age)
             fresh = (age == clock.time).unsqueeze(-1)
             rows[f"{name}_last"] = torch.where(fresh, rows[f"{name}_last"], last)
         if now:
@@ -255,27 +256,31 @@ class Table:
         yield from torch.split(ids, size) if len(ids) else ()
 
     def _confine(
-        self, rows: Rows, at: Tensor, along: Tensor, far: Tensor, last: Tensor, clock: Clock, age: Tensor
+        self, rows: Rows, p: int, before: Tensor, far: Tensor, last: Tensor, clock: Clock, age: Tensor
     ) -> None:
-        """Correct y and ``last`` of rows that may have touched the sphere, by a recursion in two scalars per step."""
-        y, w, history = at.double(), along.double(), clock.history
-        largest = max((lr for *_, lr in history), default=0.0)
+        """Correct position p of rows that may have touched its sphere, and ``last``, by a recursion in two scalars.
+
+        ``before`` is the position at each row's own time, and ``far`` how far it has moved since if nothing limits it.
+        """
+        name, velocity = self.moving[p]
+        y, w, history, radius = before.double(), rows[velocity].double(), clock.history, self.radii[name]
+        largest = max((lr for _, _, lr, *_ in history), default=0.0)
         # The points before projection lie on a line: inside, if both ends are. A row may have started outside.
         ends = torch.stack([y, y - (far + largest).unsqueeze(-1) * w])
-        touched = (torch.linalg.vector_norm(ends, dim=-1) > self.radius).any(0)
+        touched = (torch.linalg.vector_norm(ends, dim=-1) > radius).any(0)
         for i in touched.nonzero().flatten().tolist():
             yy, yw, ww = (float(a @ b) for a, b in ((y[i], y[i]), (y[i], w[i]), (w[i], w[i])))
             a, b, c = 1.0, 0.0, 1.0
-            before = (a, b)
-            for beta, tau, lr in history[len(history) - int(clock.time - age[i]) :]:
-                before = (a, b)
-                c *= 1 - beta
+            step_before = (a, b)
+            for beta, tau, lr, *others in history[len(history) - int(clock.time - age[i]) :]:
+                step_before = (a, b)
+                c *= 1 - (beta, *others)[min(p, len(others))]  # older checkpoints have the first weight only
                 moved = b - lr * c
                 length = math.sqrt(max(a * a * yy + 2 * a * moved * yw + moved * moved * ww, 0.0))
-                factor = 1.0 if length <= self.radius else self.radius / length
+                factor = 1.0 if length <= radius else radius / length
                 a, b = (1 - tau) * a + tau * factor * a, (1 - tau) * b + tau * factor * moved
-            rows["y"][i] = (a * y[i] + b * w[i]).to(at.dtype)
-            last[i] = (before[0] * y[i] + before[1] * w[i]).to(at.dtype)
+            rows[name][i] = (a * y[i] + b * w[i]).to(before.dtype)
+            last[i] = (step_before[0] * y[i] + step_before[1] * w[i]).to(before.dtype)
 
 
 def table_of(rows: Rows, clock: Clock, device: torch.device) -> Rows:

@@ -55,8 +55,7 @@ class RSVRB(RecursiveOptimizer):
         upper: upper parameters x.
         lower: lower parameters, each with a leading dimension m.
         lr, lower_lr, averaging, ceilings, radius, schedule, schedule_offset, restarts, initial_steps: see `SVRB`;
-            ``restarts`` makes it RE-RSVRB. The ceiling of ``r`` limits the rows that a step visits. That of an
-            unvisited row moves on along its old s, without a limit until the next visit.
+            ``restarts`` makes it RE-RSVRB.
         beta: see `SVRB`; also ``d``. Small for noisy data, up to 1 for exact data, about 1 with
             ``schedule="cube_root"``. Default: 0.1.
         beta_unit: ``"q"``, beta is multiplied by q = task_batch/m (the theory's scale); ``"absolute"``. Default: "q".

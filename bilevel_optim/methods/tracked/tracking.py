@@ -55,7 +55,7 @@ class RecursiveOptimizer(BilevelOptimizer):
     and ``r_last``), and for ``log``, ``drift`` and ``age``, which record the time at which a row is valid. Each has a
     row for each problem, which joins all lower parameters. Of the upper parameters ``direction`` (d) and ``previous``
     (x at the last step). ``numbers["clock"]``: the time, and sums over the steps by which rows catch up: a tensor, or
-    with a radius a tuple.
+    where a position is limited, a tuple.
     """
 
     _fixed_rate = "its averaging weights have to be chosen together with the rate"
@@ -240,10 +240,10 @@ class RecursiveOptimizer(BilevelOptimizer):
     def _make_first_step(self, oracle: Oracle, inputs: StepInputs, table: Table, sampler: Any) -> Estimate:
         """Make the first step, which visits every task because the recursion must start close to the truth."""
         trackers, m, kinds, p = self._trackers, table.total, int(table.groups.max()) + 1, len(table.groups)
-        if math.isfinite(self.radius) and kinds > 1:
+        if kinds > 1 and ("y" in table.radii or (table.radii and self._drifts)):
             raise ValueError(
-                f"a radius needs all lower parameters in one group, but there are {kinds}: it limits the length of "
-                "their joint step; put them into one group, or leave out radius"
+                f"a radius or ceiling of r needs all lower parameters in one group, but there are {kinds}: it limits "
+                "the length of their joint step; put them into one group, or leave it out"
             )
         x, rates = flat(oracle.x)[0], table.spread(_rates(inputs))
         loss, direction = torch.zeros((), device=oracle.device), torch.zeros_like(x)
@@ -283,8 +283,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         n = len(drawn.ids)
         after = clock.waited() if n < m else clock  # if every row is visited, none misses the step
         if n < m and not self._rule.rests:
-            keep = math.isfinite(self.radius)
-            after = clock.ticked(table, betas, _rates(inputs), self._tau(inputs), keep)
+            after = clock.ticked(table, betas, _rates(inputs), self._tau(inputs))
         ids, scale = drawn.ids, to_device(drawn.scale, oracle.device)
         if table.split:
             own = table.split.local_positions(ids)
@@ -319,14 +318,13 @@ class RecursiveOptimizer(BilevelOptimizer):
         self, rows: Rows, seen: Rows, active: Rows, inputs: StepInputs, rates: Tensor
     ) -> tuple[Rows, Rows]:
         """Return rows with positions after and before the step, and the number of active projections."""
-        active, tau = dict(active), self._tau(inputs)
+        active, tau, radii = dict(active), self._tau(inputs), self._radii
         after = rows | self._drawing.noted({name: seen[name] for name in self._trackers.weighted}, rows)
         for name, velocity in self._trackers.moving:
             at, along = rows[name], rates.to(rows[velocity]) * rows[velocity]
-            radius = self.radius if name == "y" else self._trackers.ceilings.get(name, math.inf)
             moved = at - tau * along
-            if math.isfinite(radius):
-                target, active[f"projected_{name}"] = ball(at - along, radius)
+            if name in radii:
+                target, active[f"projected_{name}"] = ball(at - along, radii[name])
                 moved = (1 - tau) * at + tau * target
             after |= {name: moved, f"{name}_last": at}
         return after, active
@@ -417,8 +415,8 @@ class RecursiveOptimizer(BilevelOptimizer):
             return "with warm_start=False every step begins with all rows"
         if self._drawing.notes:
             return "the host computes the adaptive probabilities of the tasks from values"
-        if self._drifts and math.isfinite(self.radius):
-            return "with a radius the host brings unvisited rows up to date, one missed step after another"
+        if self._drifts and self._radii:
+            return "with a radius or ceiling of r the host brings unvisited rows up to date, one missed step at a time"
         return ""
 
     def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
@@ -430,6 +428,12 @@ class RecursiveOptimizer(BilevelOptimizer):
     def _drifts(self) -> bool:
         """True if unvisited rows may move."""
         return self._drawing.task_batch is not None and not self._rule.rests
+
+    @property
+    def _radii(self) -> dict[str, float]:
+        """Radii of the balls that limit positions, by name."""
+        limits = {"y": self.radius, **self._trackers.ceilings}
+        return {name: limits[name] for name, _ in self._trackers.moving if limits.get(name, math.inf) < math.inf}
 
     def _pace(self, step: int) -> float:
         """Return the factor of the schedule and the restarts on the learning rates at a step."""
@@ -495,7 +499,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         tables = {name: Split.local(t) for name, t in inputs.tables.items() if name not in CHANCES}
         least = self.floor if self._rule.floored else None
         split, own = Split(y, inputs.ranks), Vector(map(Split.local, y))
-        return Table(own, tables, self._trackers.shrinking, self._trackers.moving, groups, least, self.radius, split)
+        return Table(own, tables, self._trackers.shrinking, self._trackers.moving, groups, least, self._radii, split)
 
     def _batches(
         self, sampler: Any, ids: Tensor, inputs: StepInputs, *, own: bool = True
