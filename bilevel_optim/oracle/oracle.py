@@ -117,7 +117,7 @@ class Oracle(Point):
         """Return the next sample of g for one `lower_system`, marked ``once`` if products do not evaluate it again."""
         session = self.session
         alone = session.options.hvp == "exact" and session.found.fused is False and session.buffers_constant
-        return self.g.draw(once=alone)
+        return self.g.draw(once=alone and self.g.accumulate == 1)  # products evaluate the parts again
 
     def kept_system(self, sample: Sample) -> LowerSystem:
         """Return second derivatives of g from a graph that lasts as long as the result.

@@ -34,12 +34,13 @@ class Alive:
         return self.net[2](hidden)
 
 
-def ended(row, accumulate, size, **options):
+def ended(row, accumulate, size, noise=0.0, **options):
     model, decay = Alive(), torch.zeros(3, requires_grad=True)
     data = torch.randn(48, 4, generator=seeded(3)).split(size)
 
     def lower(batch):
-        fit = (model(batch[:, :3]).squeeze(1) - batch[:, 3]).square().mean()
+        weight = 1 + noise * torch.rand(len(batch)) if noise else 1.0
+        fit = (weight * (model(batch[:, :3]).squeeze(1) - batch[:, 3]).square()).mean()
         return fit + sum((decay.exp()[0] + decay[1].square()) * p.square().sum() for p in model.net.parameters())
 
     def upper(batch):
@@ -61,6 +62,14 @@ def test_parts_of_a_batch_are_the_batch(row, vectorize):
     parts, other, _ = ended(row, 3, 4, vectorize=vectorize)
     close(parts, whole, max(row.rounding, 1e-9))
     assert other.oracle_counts == one.oracle_counts
+
+
+@pytest.mark.few(4)
+@each(ROWS)
+def test_parts_keep_their_random_numbers(row):
+    whole, *_ = ended(row, 1, 12, noise=1.0)
+    parts, *_ = ended(row, 3, 4, noise=1.0)  # the numbers of three parts are those of the batch
+    close(parts, whole, max(row.rounding, 1e-9))
 
 
 @pytest.mark.few(4)
