@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..problem.objective import Sample
 from ..problem.tasks import select
+from ..problem.vector import as_variable
 from .lanes import LaneLoss
 from .oracle import Oracle
 from .substitution import Substitution
@@ -37,8 +40,13 @@ def advance_buffers(oracle: Oracle, y: Sequence[Tensor] | None) -> None:
         features = None if sample.features is None else oracle.g.features
         sample = Sample(lanes.loss, (select(sample.arguments[0], 0),), once=True, features=features)
         if lanes.leaves[-1].dim() == oracle.y[-1].dim():  # y has rows
-            with torch.no_grad(), Substitution(lanes.live, [t.detach()[0] for t in lanes.leaves], stacked=False):
-                sample()
+            rows = [as_variable(t[0]) for t in lanes.leaves]
+
+            def at_first_row(*, graph: bool) -> Any:
+                with torch.set_grad_enabled(graph), Substitution(lanes.live, rows, stacked=False):
+                    return sample()
+
+            here.without_graph("lower", at_first_row)
             return
     with here.placed():
-        here.call(sample, graph=False)
+        here.without_graph("lower", partial(here.call, sample))

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..errors import filters_kept, require_uninterrupted
+from ..problem.objective import version_of
 from ..problem.vector import Vector, any_sharded, as_variable
-from .differentiable import has_large_convolutions
+from .differentiable import has_large_convolutions, reaches
 from .hooks import why_one_by_one
-from .point import Point, in_place
+from .point import SPARSE, STRIDED, WRITES, Point, in_place
 from .session import Session
 
 __all__ = ["no_large_convolutions", "require_redirection", "run", "slices"]
@@ -124,6 +125,9 @@ def require_redirection(
     values: Sequence[Tensor],
     evaluate: Callable[[Sequence[Tensor]], Tensor],
     where: str,
+    free: Sequence[Tensor] = (),
+    *,
+    graph: bool = False,
 ) -> None:
     """Raise if a loss reads live tensors where no replacement reaches them, as TorchScript modules do.
 
@@ -134,24 +138,40 @@ def require_redirection(
         values: values to read in their place.
         evaluate: evaluates the loss at such values, with the same random numbers each time.
         where: ending of the message: the copies that it should read, and the cure.
+        free: more tensors, whose gradients must not depend on what the live ones hold.
+        graph: whether it must not be differentiable in live tensors either, as an autograd.Function of one is.
     """
     session, at = oracle.session, [as_variable(t.clone()) for t in values]  # unknown to every substitution
     every = (*oracle.live_x, *oracle.live_y)
-    before, results = [t.grad for t in every], list[Vector]()
+    name_of, replaced = dict(zip(map(id, every), oracle.names, strict=True)), [*map(id, live)]
+    others = [t for t in oracle.live_x if t.requires_grad and id(t) not in replaced and not any_sharded([t])]
+    others += free
+    before, results, passed = [t.grad for t in every], list[Vector](), False
     # If the result depends on what the live tensors hold, then the loss has read these. A sharded tensor can hold no
     # row of a stack.
     for held in () if any_sharded(live) else (at, [t * 1.1 + 0.1 for t in at]):
         # Gradients too: in a checkpoint's second evaluation, in the backward pass, nothing is replaced.
         with torch.enable_grad(), in_place([live], [Vector(held).detach()]), session.buffers_kept():
+            versions = [version_of(t) for t in at]
             try:
                 value = evaluate(at)
-                reached = torch.autograd.grad(value, at, allow_unused=True) if value.requires_grad else ()
+                for t, own, version in zip(live, at, versions, strict=True):
+                    if version_of(own) != version:
+                        upper = any([t is other for other in oracle.live_x])
+                        raise ValueError(WRITES.format("upper" if upper else "lower", name_of[id(t)]))
+                wanted, passed = [*at, *others], graph and reaches(value, live)
+                reached: Sequence[Tensor | None] = ()
+                if value.requires_grad:  # a batch may have a graph
+                    reached = torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=True)
             finally:
                 for t, gradient in zip(every, before, strict=True):
                     t.grad = gradient
+        for t, gradient in zip((*live, *others), reached, strict=False):
+            if gradient is not None and gradient.layout is not STRIDED:
+                raise ValueError(SPARSE.format(name_of.get(id(t), "")))
         results.append(Vector((value.detach(), *(t for t in reached if t is not None))))
     # Never true of values that are not finite. Tensors whose gradient is zero but for rounding do not count alone.
-    if results and (results[0] - results[1]).norm() > 1e-5 * results[0].norm():
+    if passed or (results and (results[0] - results[1]).norm() > 1e-5 * results[0].norm()):
         level = loss.split()[0]
         raise RuntimeError(f"the {level} loss reads parameters in a way that cannot be redirected to {where}")
     session.found.redirected |= {loss}

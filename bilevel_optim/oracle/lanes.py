@@ -250,7 +250,11 @@ class LaneLoss:
             return as_scalar(loss, f"{self.level} loss")
 
     def _require_redirection(self, batch: Any) -> None:
-        one = Sample(self.loss, (select(batch, 0),))
+        def variable(t: Any) -> Any:  # features have a graph, which is not to be differentiated here
+            return as_variable(t) if isinstance(t, Tensor) and t.requires_grad else t
+
+        one = Sample(self.loss, (tree_map(variable, select(batch, 0)),))
+        free = [t for t in tree_leaves(one.batch) if isinstance(t, Tensor) and t.requires_grad]
 
         def loss(values: Sequence[Tensor]) -> Tensor:
             with random.preserve_rng(self.oracle.device), batch_kept(one):
@@ -262,8 +266,11 @@ class LaneLoss:
             self.live,
             [t[0] for t in self.leaves],
             loss,
-            "the tasks' own values, as TorchScript modules, checkpointing or NumPy do, so all tasks would read the "
-            "same values; pass the plain module, without checkpointing, and use torch's functions",
+            "the tasks' own values, as TorchScript modules, checkpointing and NumPy do, so all tasks would read the "
+            "same values; pass the plain module, without checkpointing, and use torch's functions; pass a parameter to "
+            "an autograd.Function, torch.func.vmap or torch.func.grad as a view, weight.view_as(weight)",
+            free,
+            graph=True,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -13,6 +14,7 @@ from ..problem.objective import Objective, Sample, batch_kept, note_batch, requi
 from ..problem.random import numbers_kept
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_leaves
+from .buffers import Kept
 from .differentiable import is_marked, mark_graph, require_constant_weights
 from .doors import require_free_batch
 from .session import Session, as_scalar
@@ -30,6 +32,14 @@ OUTSIDE = (
 REENTRANT = (
     "a loss uses reentrant checkpointing, which torch supports only in backward(), and not in torch.autograd.grad, by "
     "which it is differentiated: pass use_reentrant=False to torch.utils.checkpoint"
+)
+SPARSE = (
+    "the gradient of parameter {} is sparse, but only dense gradients are supported: create its module (nn.Embedding, "
+    "nn.EmbeddingBag) with sparse=False"
+)
+WRITES = (
+    "a loss writes into {} parameter {}, which no loss may change; remove the in-place operation "
+    "(nn.Embedding(max_norm=...) is one). An optimizer constrains lower parameters with lower_projection="
 )
 STRIDED = torch.strided
 
@@ -165,18 +175,38 @@ class Point:
         ``features`` are those of the sample at the current x, if the caller has them.
         """
         session = self.session
-        if session.used is not None and graph and level not in session.graphs_checked and not self.sharded:
+        if not graph:
+            loss = self.without_graph(level, partial(self._called, sample, features=features))
+        elif session.used is not None and level not in session.graphs_checked and not self.sharded:
             loss = self._with_own_graph(level, sample, features)
         elif sample.features is None:
-            loss = self.call(sample, graph=graph)
+            loss = self.call(sample)
         else:
-            loss = self._called(sample, graph, features)
+            loss = self._called(sample, features=features)
         if not (isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex()):
             loss = as_scalar(loss, session.called(level))
+        if not graph:
+            loss = loss.detach()
         # A parameter or an entry of one, whose memory will hold other values, is copied.
         return loss.clone() if loss.is_leaf or loss._is_view() else loss
 
-    def _called(self, sample: Sample, graph: bool, features: Any) -> Any:
+    def without_graph(self, level: str, evaluate: Callable[..., Any]) -> Any:
+        """Return the loss as ``evaluate(graph=False)`` does; with a graph if the loss takes derivatives itself."""
+        found = self.session.found
+        if level not in found.differentiates:
+            try:
+                with Kept(self.session.buffers, on_failure=True):
+                    loss = evaluate(graph=False)
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                found.differentiates = {**found.differentiates, level: True}
+            else:
+                found.differentiates = {**found.differentiates, level: False}
+                return loss
+        return evaluate(graph=found.differentiates[level])
+
+    def _called(self, sample: Sample, *, graph: bool = True, features: Any = None) -> Any:
         """Return what the loss returns, with the features of the sample."""
         if sample.features is None:
             return self.call(sample, graph=graph)
@@ -191,8 +221,8 @@ class Point:
             require_free_batch(level, sample.arguments, self.live_x, why)
         batch = [t for t in tree_leaves(sample.arguments) if isinstance(t, Tensor)]
         with self.session.buffers_kept(), numbers_kept(self.device):
-            mark = mark_graph(self._called(afresh(sample), True, features), batch)
-        loss = self._called(sample, True, features)
+            mark = mark_graph(self._called(afresh(sample), features=features), batch)
+        loss = self._called(sample, features=features)
         if is_marked(loss, mark, (*self.live_x, *self.live_y)):
             raise ValueError(OUTSIDE.format(self.session.called(level)))
         self.session.graphs_checked.add(level)
@@ -236,11 +266,7 @@ class Point:
         if written:
             Vector(live[i].detach() for i in written).copy_(values[i] for i in written)
             level = "upper" if written[0] < len(self.live_x) else "lower"
-            raise ValueError(
-                f"a loss writes into {level} parameter {self.names[written[0]]}, which no loss may change; remove "
-                "the in-place operation (nn.Embedding(max_norm=...) is one). An optimizer constrains lower parameters "
-                "with lower_projection="
-            )
+            raise ValueError(WRITES.format(level, self.names[written[0]]))
 
     def differentiate(
         self, loss: Tensor, inputs: Sequence[Tensor], *, graph: bool = False, again: bool = False
@@ -269,10 +295,7 @@ class Point:
             if gradient is not None and gradient.layout is not STRIDED:
                 names = dict(zip(map(id, (*self.live_x, *self.live_y)), self.names, strict=True))
                 own = next(t for t, other in zip(inputs, found, strict=True) if other is gradient)
-                raise ValueError(
-                    f"the gradient of parameter {names.get(id(own), '')} is sparse, but only dense gradients are "
-                    "supported: create its module (nn.Embedding, nn.EmbeddingBag) with sparse=False"
-                )
+                raise ValueError(SPARSE.format(names.get(id(own), "")))
         return self.apart(found, graph=graph) if self.session.hooked else found
 
     @staticmethod

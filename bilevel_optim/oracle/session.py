@@ -191,6 +191,8 @@ class LossFacts:
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
     dependency_checked: frozenset[str] = frozenset()  # levels whose dependencies are known
+    # By level: True if its loss takes derivatives itself (torch.autograd.grad), so that its value alone needs a graph.
+    differentiates: Mapping[str, bool] = field(default_factory=dict)
     # For losses whose derivatives were checked: open questions, steps before the last check, code.
     derivatives: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)
     opened: str = ""  # all of these questions
@@ -204,7 +206,7 @@ class LossFacts:
         """Forget which facts are known, for other losses or parameters; keep those that demand care."""
         self.writes_seen, self.fused, self.kinked = False, self.fused or None, self.kinked or None
         self.vmapped = self.redirected = self.features_checked = self.dependency_checked = frozenset()
-        self.ignores_other_level = frozenset()
+        self.ignores_other_level, self.differentiates = frozenset(), {}
 
     def diagnostics(self) -> dict[str, str]:
         """Return the facts that the diagnostics of a step report."""

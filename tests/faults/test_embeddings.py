@@ -46,3 +46,18 @@ def test_embeddings_are_refused_by_name(name, how, message, call):
     with pytest.raises(ValueError, match=message):
         made[call](upper, lower)
     assert torch.equal(net.weight, before)
+
+
+@pytest.mark.parametrize(("how", "message"), [SPARSE, WRITING], ids=["sparse", "max_norm"])
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_embeddings_of_tasks_are_refused_by_name(how, message, vectorize):
+    net, x = nn.Embedding(4, 3, **how), torch.zeros(3, requires_grad=True)
+    optimizer = bo.AID([("x", x)], [("words", net.weight)], lr=0.1, lower_lr=0.1, lower_steps=2, vectorize=vectorize)
+    before = net.weight.detach().clone()
+    with pytest.raises(ValueError, match=message):
+        optimizer.step(
+            lambda words: net(words).square().sum() + x.sum(),
+            lambda words: (net(words) - x - 1).square().sum(),
+            tasks=bo.TensorTasks(torch.randint(0, 4, (3, 5))),
+        )
+    assert torch.equal(net.weight, before)

@@ -1,13 +1,16 @@
 """A step is a function: its results are written only at the end, wherever a loss is evaluated."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
+import bilevel_optim as bo
 from bilevel_optim.optimizer.checkpoint import unpacked
 
-from ..problems import substituted
+from ..problems import close, substituted
 from ..registry import each
 
 
@@ -90,3 +93,39 @@ def test_the_core_does_not_see_how_a_loss_is_evaluated(row):
         ends.append([t.detach().clone() for t in (*problem.x, *problem.y)])
     for a, b in zip(*ends, strict=True):
         assert torch.allclose(a, b, rtol=1e-12 + 10 * row.rounding, atol=1e-12 + 10 * row.rounding)
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize("tasks", [False, True])
+@each(("AID", "HOZOG", "F2SA", "SOBA"))
+def test_a_loss_may_take_derivatives_itself(row, tasks):
+    """Also where its value is all that is needed: a pass for module buffers, a difference of values, a node of zero."""
+    found = []
+    for own in (False, True):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(3, affine=False)
+        x, w = (torch.ones(3, requires_grad=True) for _ in range(2))
+
+        def penalty(z, own=own, w=w):
+            if own:  # of |z w|^2 / 2 in w
+                return (z.T @ (z @ w)).square().sum()
+            (slope,) = torch.autograd.grad((z @ w).square().sum() / 2, [w], create_graph=True)
+            return slope.square().sum()
+
+        def lower(z, norm=norm, x=x, w=w, penalty=penalty):
+            return penalty(norm(z)) / 100 + (w - x).square().sum() / 2
+
+        def upper(z, x=x, w=w, penalty=penalty):
+            return penalty(z) + (w + x).square().sum()
+
+        data = torch.randn(2, 5, 3)
+        optimizer = row([x], [w], short=True, **({"order": 1} if row.name == "F2SA" else {}))
+        for _ in range(2):
+            torch.manual_seed(1)
+            if tasks:
+                optimizer.step(upper, lower, tasks=bo.TensorTasks(data))
+            else:
+                optimizer.step(partial(upper, data[0]), partial(lower, data[1]))
+        assert norm.num_batches_tracked == 2
+        found.append(torch.cat([x.detach(), x.grad, w.detach(), norm.running_mean]))
+    close(*found, 1e-9, 1e-9)

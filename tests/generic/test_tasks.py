@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
 
@@ -254,7 +255,7 @@ def test_dropout_masks_differ_between_tasks():
     assert {round(v, 3) for v in y.tolist()} > {0.667, 1.333}
 
 
-def few_shot(body, cls=bo.AID, vectorize=True, head=None):
+def few_shot(body, cls=bo.AID, vectorize=True, head=None, **options):
     """Two steps on five tasks with a body that they share; returns its optimizer, and the values."""
     torch.manual_seed(1)
     body, head = body(), (head or nn.Linear)(6, 3)
@@ -267,7 +268,7 @@ def few_shot(body, cls=bo.AID, vectorize=True, head=None):
     def lower(batch):
         return loss(batch) + 0.1 * sum(p.square().sum() for p in head.parameters())
 
-    optimizer = cls(body.parameters(), head.parameters(), **ARGUMENTS, vectorize=vectorize)
+    optimizer = cls(body.parameters(), head.parameters(), **ARGUMENTS, vectorize=vectorize, **options)
     for _ in range(2):
         optimizer.step(loss, lower, tasks=tasks)
     return optimizer, flat([*body.parameters(), *head.parameters()]), body
@@ -299,6 +300,72 @@ def test_losses_that_vmap_cannot_run_are_looped_over(cls):
 def test_a_loss_that_hides_its_parameters_is_an_error_not_a_wrong_number(vectorize):
     with pytest.raises(RuntimeError, match="the lower loss reads parameters in a way that cannot be redirected"):
         few_shot(lambda: nn.Linear(4, 6), vectorize=vectorize, head=lambda *n: torch.jit.script(nn.Linear(*n)))
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return (8 * w).round() / 8
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope
+
+
+class Quantised(nn.Linear):
+    """A layer with rounded weights, which it passes to the estimator as they are or as a view."""
+
+    viewed = False
+
+    def forward(self, inputs):
+        return F.linear(inputs, Rounded.apply(self.weight.view_as(self.weight) if self.viewed else self.weight))
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_a_function_of_a_parameter_itself_is_an_error_not_a_wrong_number(vectorize):
+    """Without the derivatives' check too, which rounding does not pass; of a view the numbers are right."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 3), Quantised(3, 2)
+    data = [(torch.randn(3, 6, 4), torch.randn(3, 6, 2)) for _ in range(2)]
+
+    def upper(batch):
+        return (head(body(batch[0]).tanh()) - batch[1]).square().mean()
+
+    def lower(batch):
+        return upper(batch) + 0.1 * head.weight.square().sum() + 0.1 * head.bias.square().sum()
+
+    optimizer = bo.FOMAML(
+        [*body.parameters(), *[p.detach().clone().requires_grad_() for p in head.parameters()]], head.parameters(),
+        lr=0.1, lower_lr=0.1, lower_steps=2, vectorize=vectorize, check_derivatives=False,
+    )  # fmt: skip
+    start = head.weight.detach().clone()
+    with pytest.raises(
+        RuntimeError, match=r"cannot be redirected to the tasks' own values, .*weight.view_as\(weight\)"
+    ):
+        optimizer.backward(upper, lower, tasks=bo.TensorTasks(*data))
+    head.viewed = True
+    optimizer.backward(upper, lower, tasks=bo.TensorTasks(*data))
+    ends = []
+    for inputs, targets in zip(*data[0], strict=True):
+        weight, hidden = start, body(inputs).tanh().detach()
+        for _ in range(2):
+            error = hidden @ ((8 * weight).round() / 8).T - targets
+            weight = weight - 0.1 * (2 / error.numel() * error.T @ hidden + 0.2 * weight)
+        ends.append(weight)
+    close(head.weight.detach(), torch.stack(ends).mean(0), 1e-12, 1e-12)
+
+
+def test_checkpointing_is_found_where_only_the_gradient_in_x_shows_it():
+    """That of a linear layer in its weight does not depend on the weight."""
+    with pytest.raises(RuntimeError, match=r"cannot be redirected to the tasks' own values, as .* checkpointing"):
+        few_shot(lambda: nn.Linear(4, 6), vectorize=False, head=Recomputed, check_derivatives=False)
+
+
+class Recomputed(nn.Linear):
+    def forward(self, inputs):
+        return checkpoint(super().forward, inputs, use_reentrant=False)
 
 
 def test_features_of_tasks_are_evaluated_once():
