@@ -249,9 +249,11 @@ class Copies:
                 total, levels = weighted if total is None else total + weighted, [*levels, level]
                 unknown = wrt == level == "lower" and not session.found.reaches_lower
                 # A graph that has saved buffers is not valid once they are restored, and that of sharded parameters not
-                # after the next evaluation. Backwards in Python, as of compiled modules, may refuse a second call.
-                apart = self.oracle.sharded or kept.moved() or (unknown and custom_operations(total))
-                if i == len(terms) or apart:
+                # after the next evaluation. Backwards in Python, as of compiled modules, may refuse a second call. Once
+                # apart they stay so: a run that is loaded, which looks again, would round otherwise.
+                if self.oracle.sharded or kept.moved() or (unknown and custom_operations(total)):
+                    session.found.apart = True
+                if i == len(terms) or session.found.apart:
                     shared = wrt == "upper" and any(map(_has_graph, terms))  # all points need the graph of a batch
                     own = self._gradient(wrt, levels, total, x, y, again=shared)
                     gradient = own if gradient is None else gradient + own

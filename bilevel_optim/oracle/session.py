@@ -182,6 +182,7 @@ class LossFacts:
     roots: tuple[str, ...] = ()  # operations of the lower loss without a finite second derivative at zero
     kinked: bool | None = None  # the lower loss contains activations whose derivative jumps
     products: frozenset[str] | None = None  # products in the lower loss whose precision torch can lower
+    apart: bool = False  # losses of copies are differentiated one by one, not their sum
     fallback: str | None = None  # why the loop runs although vmap was requested
     vmapped: frozenset[str] = frozenset()  # losses ("lower copies", "upper tasks") that are known to work under vmap
     redirected: frozenset[str] = frozenset()  # those that are known to read parameters where torch sees it
