@@ -56,7 +56,7 @@ class Progress:
 
     @classmethod
     def now(cls, numbers: Mapping[str, Any], memory: Mapping[str, Vector]) -> Self:
-        """Return the progress before a step; a parameter without state starts a new epoch, and the output anew."""
+        """Return the progress before a step; a parameter without state starts a new epoch and a new output."""
         now = cls.of(numbers)
         known = "previous" in memory and "sum" in memory
         return now if known or now.swapped else replace(now.afresh(), smallest=math.inf, output=math.inf)
