@@ -55,8 +55,8 @@ class iMCN(MinimaxOptimizer):
         cubic_steps: gradient steps on the model. Default: 10.
         linear_steps: maximum iterations of CG for one product with H. Default: 10.
         perturbation: radius of the perturbation of the Cauchy point. Default: 1e-3.
-        tol: once the model decreases by less than this, it is minimised with ten times the steps and the run ends:
-            ``converged`` is True and ``step`` does nothing. Costs a host synchronisation. Default: 0, never.
+        tol: once the model decreases by less than this, it is minimised further, by ten times the steps, and the run
+            ends: ``converged`` is True and ``step`` does nothing. Costs a host synchronisation. Default: 0, never.
         warm_start, lower_optimizer, check_finite, check_derivatives, generator, vectorize, hvp, process_group,
             lower_clip, lower_projection: see `BilevelOptimizer`.
 

@@ -33,8 +33,10 @@ from .progress import SystemTrend, UpperTrend
 from .step import Update
 
 __all__ = [
+    "AVERAGE",
     "COUNTS",
     "INITIAL",
+    "LIVE",
     "SOLVER",
     "SOLVERS",
     "TABLE",
@@ -44,6 +46,7 @@ __all__ = [
     "State",
     "Transaction",
     "Turn",
+    "carry_over",
     "make",
     "owned",
     "recalled",
@@ -327,6 +330,8 @@ UPPER_SOLVER = "upper_optimizer."  # prefix of the upper optimizer's entries
 SOLVERS = (SOLVER, UPPER_SOLVER)
 COUNTS = tuple(solver + name for solver in SOLVERS for name in ("step", "mu_product"))  # entries that only count
 INITIAL = "initial"  # entry of y: start of every lower solve without warm starts
+SOLUTION = "linear_solution"  # entry of y: v
+AVERAGE, LIVE = "average", "live"  # entries of x: a method's output, and x while the parameters hold the output
 TABLE = "rows."  # prefix of tables whose rows mix all lower parameters; the first of these holds them
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -358,6 +363,9 @@ def recalled(state: State, parameters: Sequence[Tensor], prefix: str) -> Recalle
             memory[name] = Vector([entries[name] for entries in own])
     if not alike and any([INITIAL in entries for entries in own]):  # others begin where they are
         memory[INITIAL] = Vector([entries.get(INITIAL, p.detach()) for entries, p in zip(own, parameters, strict=True)])
+    if not alike and any([SOLUTION in entries for entries in own]):  # that of others is zero
+        parts = [(e[SOLUTION] if SOLUTION in e else torch.zeros_like(p)) for e, p in zip(own, parameters, strict=True)]
+        memory[SOLUTION] = Vector(parts).detach()
     found = own if alone else ()
     solver = [{k[len(prefix) :]: v for k, v in entries.items() if k.startswith(prefix)} for entries in found]
     return Recalled(memory, tables, solver if any(solver) else None)
@@ -402,12 +410,12 @@ def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory, 
 
 # Ends of the names of state that stays usable if other parameters are trained: starts of solves, averages for the user,
 # and the tables of terms of finite sums, whose rows of a parameter that has rested are old, but fit their mean.
-STAYS = (INITIAL, "copies", "curvature", "linear_solution", "linear_direction", "average", "perturbation", "table",
+STAYS = (INITIAL, "copies", "curvature", SOLUTION, "linear_direction", AVERAGE, LIVE, "perturbation", "table",
          "mean")  # fmt: skip
-ROWS = (TABLE + "task_memory", TABLE + "linear_solution")
+ROWS = (TABLE + "task_memory", TABLE + SOLUTION)
 
 
-def _carry_over(state: State, levels: Sequence[tuple[str, Tensor]], known: Sequence[bool]) -> None:
+def carry_over(state: State, levels: Sequence[tuple[str, Tensor]], known: Sequence[bool]) -> None:
     """Drop state that is right only while the same parameters require a gradient.
 
     A recursion compares a step with the last one, between which a parameter that rests now has moved, and a parameter
@@ -425,9 +433,12 @@ def _carry_over(state: State, levels: Sequence[tuple[str, Tensor]], known: Seque
             columns = dict(zip(map(id, old), table.split([p.numel() for p in old], 1), strict=True))
             parts = [columns.get(id(p), table.new_full((len(table), p.numel()), torch.nan)) for p in new]
             state[new[0]][name] = torch.cat(parts, 1)
-    for entries in [state[p] for _, p in levels if p in state]:
+    for p in [p for _, p in levels if p in state]:
+        entries = state[p]
         for name in [name for name in entries if not name.startswith((*SOLVERS, TABLE)) and not name.endswith(STAYS)]:
             del entries[name]
+        if not p.requires_grad:  # where it rests is not where its average is
+            entries.pop(AVERAGE, None)
 
 
 # Counts, times of rows and probabilities of tasks have a type of their own.
@@ -479,7 +490,7 @@ class RunState:
         known, self.trained = self.trained, trained
         if known is not None and known != trained:
             self.begins_anew = self.steps
-            _carry_over(state, [(group["level"], p) for group in groups for p in group["params"]], known)
+            carry_over(state, [(group["level"], p) for group in groups for p in group["params"]], known)
 
     def follow(self, state: State, groups: Iterable[Mapping[str, Any]]) -> None:
         """Cast the state if parameters of the groups have been cast since (``module.float()``)."""

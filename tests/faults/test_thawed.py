@@ -1,5 +1,7 @@
 """A tensor rests (``requires_grad=False``) for some steps, or joins later: no state of an earlier point is used."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -153,3 +155,69 @@ def test_saba_goes_on_compiled_with_its_tables():
         problem.y[1].requires_grad_(not 3 <= k < 5)
         optimizer.step(*sums)
         assert "compile_fallback" not in optimizer.diagnostics, k
+
+
+@pytest.mark.parametrize("name", ["RAHGD", "RestartedAGD"])
+def test_the_output_begins_anew_when_a_tensor_rests_or_returns(name):
+    """No look-ahead point of before is in the average, and there is no momentum from before."""
+    x = [torch.full((1,), start, dtype=torch.float64, requires_grad=True) for start in (2.0, 3.0)]
+    y = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    options = {"lr": 0.1, "momentum": 0.5, "restart_period": 10, "restart_radius": torch.inf}
+    points = []  # where the upper gradient is evaluated
+
+    def upper():
+        points.append(torch.cat(x).detach())
+        return (y - 1).square().sum() / 2
+
+    def closure():
+        optimizer.zero_grad()
+        points.append(torch.cat(x).detach())
+        loss = (torch.cat(x) - 1).square().sum() / 2
+        loss.backward()
+        return loss
+
+    if name == "RAHGD":
+        optimizer = bo.RAHGD(x, [y], lower_lr=1.0, lower_steps=1, check_derivatives=False, **options)
+    else:
+        optimizer = bo.RestartedAGD(x, **options)
+    lower = lambda: (y - torch.cat(x)).square().sum() / 2  # noqa: E731
+    step = partial(optimizer.step, *([upper, lower] if name == "RAHGD" else [closure]))
+    for rests in (True, False, True):
+        for _ in range(3):
+            step()
+        x[1].requires_grad_(not rests)
+        live = torch.cat(x).detach()
+        step()
+        assert torch.equal(points[-1], live)  # no momentum
+        assert optimizer.epoch_step == 1
+    while not optimizer.converged:
+        step()
+    average = torch.stack(points[-10:]).mean(0)  # the steps shrink, so that the last one is the shortest
+    torch.testing.assert_close(torch.cat(optimizer.averaged_parameters()), average, rtol=1e-12, atol=0)
+    live = torch.cat(x).detach()
+    optimizer.swap_averaged()
+    torch.testing.assert_close(torch.cat(x).detach(), average, rtol=1e-12, atol=0)
+    optimizer.swap_averaged()
+    assert torch.equal(torch.cat(x).detach(), live)
+
+
+@pytest.mark.parametrize("joins", ["added", "thawed"])
+@pytest.mark.parametrize("name", ["SOBA", "AmIGO", "FSLA"])
+def test_the_linear_solution_stays_when_a_tensor_joins(name, joins):
+    """That of the new tensor is zero, and the others keep theirs."""
+    problem = Two()
+    late = problem.y[1].requires_grad_(joins == "added")
+    options = {"AmIGO": {"lower_steps": 1, "linear_steps": 1}}
+    first = problem.y[:1] if joins == "added" else problem.y
+    optimizer = getattr(bo, name)(problem.x, first, lr=0.0, lower_lr=1e-9, **options.get(name, {}))
+    kept = torch.tensor([0.7, -0.2, 0.3], dtype=torch.float64)
+    for _ in range(3):
+        optimizer.step(problem.upper, problem.lower)
+    if joins == "added":
+        optimizer.add_param_group({"params": [late], "level": "lower", "lr": 1e-9})
+    late.requires_grad_()
+    optimizer.state[problem.y[0]]["linear_solution"].copy_(kept)
+    optimizer.step(problem.upper, problem.lower)
+    found = [optimizer.state[t]["linear_solution"] for t in problem.y]
+    assert relative(found[:1], [kept]) < 1e-6
+    assert float(found[1].norm()) < 1e-6

@@ -49,7 +49,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
             CG, for ``newton_correction``. Default: 10. warm_start, lower_optimizer, check_finite, check_derivatives,
             generator, vectorize, hvp, process_group, lower_clip, lower_projection: see `BilevelOptimizer`.
 
-    State: as `RAHGD` (``linear_solution`` only with ``newton_correction``).
+    State: as `RAHGD`, without ``linear_solution``: v is solved from zero at every step.
 
     Raises:
         ValueError: for an argument out of its range.

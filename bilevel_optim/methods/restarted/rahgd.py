@@ -101,8 +101,9 @@ class RAHGD(Accelerated):
         >>> x, y = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
         >>> optimizer = RAHGD([x], [y], lr=0.5, lower_lr=1.0, lower_steps=5, restart_radius=1.0, **printed(kappa=4.0))
 
-    State: of x ``previous``, ``sum``, ``candidate``, ``average``; of y ``linear_solution`` (v), the state of a
-    ``lower_optimizer``, and ``initial`` y without warm starts. Attributes ``converged``, ``restarts``, ``epoch_step``.
+    State: of x ``previous``, ``sum``, ``candidate``, ``average``, and ``live`` while the output is swapped in; of y
+    ``linear_solution`` (v), the state of a ``lower_optimizer``, and ``initial`` y without warm starts. Attributes
+    ``converged``, ``restarts``, ``epoch_step``.
 
     Raises:
         ValueError: for an argument out of its range.

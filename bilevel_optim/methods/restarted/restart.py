@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ...distributed.ranks import Ranks
 from ...optimizer.options import FROM_ONE, FROM_ZERO, TRUE_OR_FALSE
 from ...optimizer.step import Update
+from ...optimizer.transaction import AVERAGE, LIVE
 from ...problem.parameters import is_count, is_number, require, require_choice
 from ...problem.random import uniform_ball
 from ...problem.vector import Vector
@@ -46,7 +47,7 @@ class Progress:
     output: float = math.inf  # squared step at which the output was taken
     perturbed: bool = False  # the initial point has had its perturbation
     converged: bool = False
-    swapped: bool = False  # the parameters hold the output, and "average" holds x
+    swapped: bool = False  # the parameters hold the output, and "live" holds x
 
     @classmethod
     def of(cls, numbers: Mapping[str, Any]) -> Self:
@@ -55,10 +56,10 @@ class Progress:
 
     @classmethod
     def now(cls, numbers: Mapping[str, Any], memory: Mapping[str, Vector]) -> Self:
-        """Return the progress before a step; a parameter without state starts a new epoch."""
+        """Return the progress before a step; a parameter without state starts a new epoch and a new output."""
         now = cls.of(numbers)
         known = "previous" in memory and "sum" in memory
-        return now if known or now.swapped or now.step == 0 else now.afresh()
+        return now if known or now.swapped else replace(now.afresh(), smallest=math.inf, output=math.inf)
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -160,8 +161,8 @@ class Momentum:
 
         total = point.memory["sum"] + w if now.step else w.clone()
         memory: dict[str, Vector | None] = {"previous": start, "sum": total, "perturbation": None}
-        if not now.converged and slope < now.smallest:
-            memory["average"], now = w.clone(), replace(now, smallest=slope)
+        if now.output == math.inf and slope < now.smallest:
+            memory[AVERAGE], now = w.clone(), replace(now, smallest=slope)
         if now.step >= self.restart_period // 2 and squared < now.shortest:
             memory["candidate"] = total * (1 / (now.step + 1))
             now = replace(now, shortest=squared, selected=now.step)
@@ -176,7 +177,7 @@ class Momentum:
         elif now.step == self.restart_period:
             candidate = memory.get("candidate") or point.memory.get("candidate")
             if now.shortest < now.output and candidate is not None:
-                memory["average"], memory["candidate"] = candidate, None
+                memory[AVERAGE], memory["candidate"] = candidate, None
                 now = replace(now, output=now.shortest)
             now, restarts_now = replace(now, converged=True), self.on_converged == "continue"
         if restarts_now:
@@ -254,7 +255,7 @@ class Restarted(Optimizer):
         Before, it is the look-ahead point with the smallest gradient estimate so far (at first the parameters).
         """
         swapped = self._progress.swapped
-        found = [(p, p if swapped else self.state[p].get("average", p)) for p in upper_tensors(self)]
+        found = [(p, p if swapped else self.state[p].get(AVERAGE, p)) for p in upper_tensors(self)]
         return [average.detach().to(p, copy=True) for p, average in found]
 
     @torch.no_grad()
@@ -265,9 +266,12 @@ class Restarted(Optimizer):
         ``.grad`` to the hypergradient there). ``step`` raises RuntimeError until they are swapped back.
         """
         for p in upper_tensors(self):
-            if "average" in self.state[p]:
-                average, self.state[p]["average"] = self.state[p]["average"], p.detach().clone()
-                p.copy_(average)
+            state = self.state[p]
+            if LIVE in state:
+                p.copy_(state.pop(LIVE))
+            elif AVERAGE in state:
+                state[LIVE] = p.detach().clone()
+                p.copy_(state[AVERAGE])
         self.numbers = {**self.numbers, "swapped": not self._progress.swapped}
 
     def _finished(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...distributed.ranks import Ranks
 from ...optimizer.checkpoint import own_attributes
 from ...optimizer.options import is_generator
-from ...optimizer.transaction import UPPER_SOLVER, Transaction, recalled, remember
+from ...optimizer.transaction import UPPER_SOLVER, Transaction, carry_over, recalled, remember
 from ...oracle.point import in_place, none_to_zeros
 from ...problem.parameters import is_number, require, require_rates
 from ...problem.vector import Vector
@@ -91,6 +91,7 @@ class RestartedAGD(Restarted):
         self._follow(Momentum(momentum, restart_radius, restart_period, on_converged, perturbation, perturb_initial))
         self.generator = generator
         self._last_loss: Tensor | None = None
+        self._trained: list[bool] | None = None
         super().__init__(params, {"lr": lr})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -112,6 +113,10 @@ class RestartedAGD(Restarted):
         groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in self.param_groups]
         live = Vector(p for group in groups for p in group["params"])
         require_rates(groups)
+        known, levels = self._trained, [("upper", p) for group in self.param_groups for p in group["params"]]
+        self._trained = [p.requires_grad for _, p in levels]
+        if known is not None and known != self._trained:
+            carry_over(self.state, levels, known)
         with Transaction(self.generator) as transaction:
             return self._moved(groups, live, closure, transaction)
 
@@ -139,6 +144,7 @@ class RestartedAGD(Restarted):
         state: dict[str, Any] = super().state_dict()
         generator = None if self.generator is None else self.generator.get_state()
         state["restarts"] = {"numbers": dict(self.numbers), "loss": self._last_loss, "generator": generator}
+        state["restarts"]["trained"] = self._trained
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -150,7 +156,7 @@ class RestartedAGD(Restarted):
             )
         super().load_state_dict(state_dict)
         own = state_dict["restarts"]
-        self.numbers, self._last_loss = dict(own["numbers"]), own["loss"]
+        self.numbers, self._last_loss, self._trained = dict(own["numbers"]), own["loss"], own.get("trained")
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
 
