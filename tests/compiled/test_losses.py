@@ -923,7 +923,7 @@ REFUSALS = [
     # It replaces its buffers by themselves, which the first step finds out; torch 2.11 reads less of it.
     (spectral_norm, (CHANGES, "Failed to trace builtin operator"), 2),
     (foreign_graph, "a loss uses a tensor with a graph from outside the loss", 1),
-    (slope_in_a_copy, "a loss calls requires_grad_() of a tensor that it makes", 1),
+    (slope_in_a_copy, "a loss calls requires_grad_()", 1),
     (rate_of_a_scheduler, "which Dynamo cannot trace", 1),
     (array, "a loss reads a NumPy array", 1),
     (array_as_a_tensor, "a loss reads a NumPy array", 1),
