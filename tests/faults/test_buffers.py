@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
 
@@ -388,6 +389,31 @@ def test_other_buffers_move_once_in_a_step(cls, training, by_method, assigns):
         before = net.mean.clone()
         optimizer.step(lambda: call(rows).square().mean(), lower)
         close([net.mean], [0.5 * before + 0.5 * net.linear(rows).detach().mean(0)], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("options", [{}, {"truncate": 1}, {"lower_optimizer": torch.optim.Adam}])
+def test_parts_that_run_again_for_a_product_move_nothing(options, compiled):
+    """A checkpointed part runs again in the derivative of each lower step of ITD, after the evaluation is over."""
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)).double()
+    x = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    norm, kept = net[1], []
+
+    def loss(part):
+        return (checkpoint(net, X[part] * x.exp(), use_reentrant=False) - 1).square().mean()
+
+    optimizer = bo.ITD([x], net.parameters(), lr=0.1, lower_lr=0.1, lower_steps=3, **options)
+    if compiled:
+        optimizer.compile(backend="eager")
+    for _ in range(3):
+        kept.append([norm.running_mean.clone(), norm.running_var.clone()])
+        start = x.detach().clone()
+        optimizer.step(lambda: loss(0), lambda: loss(1))
+    assert int(norm.num_batches_tracked) == 3
+    rows = F.linear(X[1] * start.exp(), net[0].weight, net[0].bias).detach()
+    F.batch_norm(rows, *kept[2], training=True)  # the last step, by hand
+    close(norm.running_mean, kept[2][0], 1e-10)
+    close(norm.running_var, kept[2][1], 1e-10)
 
 
 def test_a_sparse_buffer():
