@@ -218,7 +218,7 @@ class StepReader:
 
         def step(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
-            # A loss may differentiate in what it reads.
+            # A loss may differentiate in tensors that it reads.
             parts = [[_like(next(rest), t) for t in reading.tensors] for reading in readings]
             leaves = [_like(next(rest), t) if isinstance(t, Tensor) else t for t in own]
             drawn, random = tree_unflatten(leaves, structure)
