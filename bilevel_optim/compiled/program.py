@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ..oracle.substitution import replacement
+from ..problem.vector import as_variable
 from ..pytree import tree_flatten, tree_unflatten
 from ..tracing import tracing
 from .backend import Maker, Program
@@ -217,8 +218,10 @@ class StepReader:
 
         def step(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
-            parts = [[next(rest) for _ in reading.tensors] for reading in readings]
-            drawn, random = tree_unflatten([next(rest) if isinstance(t, Tensor) else t for t in own], structure)
+            # A loss may differentiate in tensors that it reads.
+            parts = [[_like(next(rest), t) for t in reading.tensors] for reading in readings]
+            leaves = [_like(next(rest), t) if isinstance(t, Tensor) else t for t in own]
+            drawn, random = tree_unflatten(leaves, structure)
             state = on_tensors(lambda _: next(rest), given.state)
             known = [
                 (r.arguments, reading.graph, part)
@@ -272,6 +275,10 @@ class StepReader:
 
 def _look(readers: Sequence[Reader], losses: Mapping[str, Any]) -> list[Reading]:
     return [reader.look(reader.known, losses) for reader in readers]
+
+
+def _like(fake: Tensor, t: Tensor) -> Tensor:
+    return as_variable(fake) if t.requires_grad else fake
 
 
 def _simplified(module: GraphModule) -> list[Place]:

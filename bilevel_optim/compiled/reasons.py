@@ -51,6 +51,11 @@ def reason_of(error: BaseException) -> str:
         first = "a loss reads a NumPy array, but a graph has tensors only: convert it once by torch.from_numpy"
     elif "external grad_fn" in first:
         first = "a loss uses a tensor with a graph from outside the loss: compute it in the loss, or detach it"
+    elif "requires_grad_()" in first:
+        first = (
+            "a loss calls requires_grad_(), which a graph cannot follow: call it outside the loss, or use "
+            "torch.func.grad"
+        )
     elif "data-dependent" in first.lower():
         first = "a value is read on the host, so that operations or sizes depend on it: use torch.where or masks"
     return first.strip().rstrip(".") + _last_place(text)

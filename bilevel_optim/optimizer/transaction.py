@@ -507,7 +507,8 @@ class RunState:
                 if isinstance(value, Tensor) and not name.endswith(OWN_TYPE):
                     to = common.get(value.dtype) if name.startswith(TABLE) else new if value.dtype == old else None
                     if to is not None:
-                        state[parameter][name] = value.to(to)
+                        precise = name.startswith(TABLE) and name not in ROWS  # recursions
+                        state[parameter][name] = value.to(torch.promote_types(to, torch.float32) if precise else to)
 
     def after(self, session: Session, loss: Tensor) -> dict[str, Any]:
         """Return the attributes' values after a step."""

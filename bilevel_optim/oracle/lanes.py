@@ -137,14 +137,23 @@ class _LaneOracle(Oracle):
         frozen: bool = False,
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         loss, session = sample.loss, self.session
-        known = level in session.found.dependency_checked and session.used is None and not session.hooked
-        if known and sample.features is None and isinstance(loss, LaneLoss) and loss.are_apart((*x, *y)):
-            if level == "lower":
-                session.lower_sample = sample
-            each = sample.wrapped(lambda _: partial(loss.one_by_one, variables, self.differentiate))
-            found: tuple[Tensor, Sequence[Tensor | None]] = self.call(each)
-            return found
-        return super().slopes(level, sample, x, y, variables, frozen=frozen)
+        if not isinstance(loss, LaneLoss) or sample.features is not None or session.hooked:
+            return super().slopes(level, sample, x, y, variables, frozen=frozen)
+        known = level in session.found.dependency_checked and session.used is None
+        if not known or not loss.are_apart((*x, *y)):
+            before = random.default_state(self.device) if sample.once and not known else None
+            looked = super().slopes(level, sample, x, y, variables, frozen=frozen)
+            if known or not loss.are_apart((*x, *y)):
+                return looked
+            del looked  # frees the graph
+            # Again, one by one: a run that is loaded looks once more, and the two ways round differently.
+            if before is not None:
+                random.set_default_state(self.device, before)
+        if level == "lower":
+            session.lower_sample = sample
+        each = sample.wrapped(lambda _: partial(loss.one_by_one, variables, self.differentiate))
+        found: tuple[Tensor, Sequence[Tensor | None]] = self.call(each)
+        return found
 
 
 class _LaneSum(Objective):

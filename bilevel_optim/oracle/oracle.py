@@ -266,7 +266,7 @@ class LowerSystem:
         self._oracle.count("hvp")
         if not self._placed:
             return self._product(v, "lower")
-        with self._oracle.placed():
+        with self._again():
             return self._product(v, "lower")
 
     def cross(self, v: Vector) -> Vector:
@@ -282,10 +282,16 @@ class LowerSystem:
     def _in_x(self, v: Vector, wrt: str) -> Vector:
         oracle = self._oracle
         oracle.count("jvp")
-        with span("cross product"), oracle.placed() if self._placed else nullcontext():
+        with span("cross product"), self._again() if self._placed else nullcontext():
             result = self._product(v, wrt)
         oracle.checks.finite("jvp", result)
         return result
+
+    @contextmanager
+    def _again(self) -> Generator[None]:
+        """Place the point's values; checkpointed parts run again, and may change module buffers."""
+        with self._oracle.placed(), self._oracle.session.buffers_kept():
+            yield
 
     def hessian(self) -> Tensor:
         r"""Return :math:`\nabla^2_{yy} g` as a matrix for each lane, with one lane if y is not stacked."""

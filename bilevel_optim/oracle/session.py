@@ -484,8 +484,9 @@ class Session:
                 "load_state_dict(assign=True)), write into the old ones instead, or create a new optimizer"
             )
         return (
-            f"the {self.called(level)} depends on no parameter, upper or lower; check that it reads the live tensors, "
-            "and that it does not detach, call .item() or run under torch.no_grad()"
+            f"the {self.called(level)} depends on no parameter, upper or lower; check that it reads the live tensors "
+            "(after load_state_dict(assign=True) a module has new ones: write into the old ones instead, or create a "
+            "new optimizer), and that it does not detach, call .item() or run under torch.no_grad()"
         )
 
     def called(self, level: str) -> str:

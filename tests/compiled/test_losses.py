@@ -192,9 +192,19 @@ def attention(x, y):
     return loss
 
 
+def slope_in_a_leaf(x, y):
+    rows = ROWS.clone().requires_grad_()
+
+    def loss():
+        (slope,) = torch.autograd.grad((rows @ y).sin().sum(), rows, create_graph=True)
+        return base(x, y) + (slope * x).square().mean()
+
+    return loss, lambda: rows.data.mul_(2)
+
+
 OPERATIONS = (
     mlp, embedding, weight_norm, checkpointed, own_function, one_hot, lstm, without_gradient, numbers_of_tensors,
-    slope_of_a_tensor, attention,
+    slope_of_a_tensor, attention, slope_in_a_leaf,
 )  # fmt: skip
 # Those with rules of their own for second derivatives, or for copies of y, in whole steps; the others with --slow.
 SECOND = (weight_norm, checkpointed, own_function)
@@ -866,6 +876,15 @@ def spectral_norm(x, y):
     return lambda: base(x, y) + net(ROWS * y).square().mean(), None, net
 
 
+def slope_in_a_copy(x, y):
+    def loss():
+        rows = ROWS.clone().requires_grad_()
+        (slope,) = torch.autograd.grad((rows @ y).sin().sum(), rows, create_graph=True)
+        return base(x, y) + (slope * x).square().mean()
+
+    return loss
+
+
 def foreign_graph(x, y):
     leaf = torch.ones(3, requires_grad=True)
     twice = leaf * 2
@@ -904,6 +923,7 @@ REFUSALS = [
     # It replaces its buffers by themselves, which the first step finds out; torch 2.11 reads less of it.
     (spectral_norm, (CHANGES, "Failed to trace builtin operator"), 2),
     (foreign_graph, "a loss uses a tensor with a graph from outside the loss", 1),
+    (slope_in_a_copy, "a loss calls requires_grad_()", 1),
     (rate_of_a_scheduler, "which Dynamo cannot trace", 1),
     (array, "a loss reads a NumPy array", 1),
     (array_as_a_tensor, "a loss reads a NumPy array", 1),

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
 
@@ -390,6 +391,31 @@ def test_other_buffers_move_once_in_a_step(cls, training, by_method, assigns):
         close([net.mean], [0.5 * before + 0.5 * net.linear(rows).detach().mean(0)], atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("options", [{}, {"truncate": 1}, {"lower_optimizer": torch.optim.Adam}])
+def test_parts_that_run_again_for_a_product_move_nothing(options, compiled):
+    """A checkpointed part runs again in the derivative of each lower step of ITD, after the evaluation is over."""
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)).double()
+    x = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    norm, kept = net[1], []
+
+    def loss(part):
+        return (checkpoint(net, X[part] * x.exp(), use_reentrant=False) - 1).square().mean()
+
+    optimizer = bo.ITD([x], net.parameters(), lr=0.1, lower_lr=0.1, lower_steps=3, **options)
+    if compiled:
+        optimizer.compile(backend="eager")
+    for _ in range(3):
+        kept.append([norm.running_mean.clone(), norm.running_var.clone()])
+        start = x.detach().clone()
+        optimizer.step(lambda: loss(0), lambda: loss(1))
+    assert int(norm.num_batches_tracked) == 3
+    rows = F.linear(X[1] * start.exp(), net[0].weight, net[0].bias).detach()
+    F.batch_norm(rows, *kept[2], training=True)  # the last step, by hand
+    close(norm.running_mean, kept[2][0], 1e-10)
+    close(norm.running_var, kept[2][1], 1e-10)
+
+
 def test_a_sparse_buffer():
     """Torch does not compare sparse tensors."""
     net, x = Centred(False).double(), torch.zeros(1, dtype=torch.float64, requires_grad=True)
@@ -663,3 +689,49 @@ def test_a_run_that_is_loaded_rounds_as_one_that_goes_on(order, with_what):
         step()
         next_step()
     assert torch.equal(flat([x, *net.parameters()]), flat([other, *copied.parameters()]))
+
+
+@pytest.mark.parametrize("method", [bo.SVRB, bo.AID])
+def test_a_run_on_tasks_that_is_loaded_rounds_as_one_that_goes_on(method):
+    """The first step looked at all tasks in one graph, later ones at one by one: x was summed in two orders."""
+
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, t):
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(0.1 * t.detach().mean(0))
+            return t
+
+    def made():
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(5, 4), Mean(), nn.Tanh(), nn.Dropout(0.3))
+        y = torch.randn(*([3] if method is bo.SVRB else []), 4).requires_grad_()
+        rows, start = torch.randn(2, 3, 8, 5), torch.randn(4)
+        options = {"variant": "matrix_free"} if method is bo.SVRB else {"lower_steps": 2, "warm_start": False}
+        optimizer = method(body.parameters(), [y], lr=0.05, lower_lr=0.1, **options)
+
+        def upper(batch):
+            return (body(batch) @ y - 1).square().mean()
+
+        def lower(batch):
+            return (body(batch) @ y - 2).square().mean() + (y - start).square().sum()
+
+        tasks = bo.TensorTasks(*rows)
+        return optimizer, body, y, lambda: optimizer.step(upper, lower, tasks=tasks)
+
+    first, body, y, step = made()
+    for _ in range(3):
+        step()
+    second, copied, other, next_step = made()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    copied.load_state_dict(body.state_dict())
+    with torch.no_grad():
+        other.copy_(y)
+    for go in (step, next_step):
+        torch.manual_seed(1)
+        for _ in range(3):
+            go()
+    assert torch.equal(flat([y, *body.parameters()]), flat([other, *copied.parameters()]))

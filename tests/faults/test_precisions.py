@@ -277,3 +277,26 @@ def test_autocast_in_a_loss_sees_the_present_weights_within_a_disabled_one(cls):
     expected = run(torch.enable_grad())
     for outer in (torch.autocast("cpu", torch.bfloat16, enabled=False), torch.autocast("cuda", enabled=False)):
         assert all(map(torch.equal, run(outer), expected))
+
+
+@pytest.mark.parametrize("cls", [bo.RSVRB, bo.BSVRB])
+def test_rows_of_a_run_that_is_cast_to_bfloat16_stay_in_single_precision(cls):
+    """As in a run that begins so; linear systems have no bfloat16."""
+    ends = []
+    for kind in (torch.float32, torch.bfloat16):
+        targets = torch.linspace(-1, 1, 6).view(6, 1, 1)
+        x, y = torch.full((1,), 2.0, requires_grad=True), torch.zeros(6, 1, requires_grad=True)
+        optimizer = cls([x], [y], lr=0.05, lower_lr=0.1, task_batch=3, generator=seeded())
+        for k in range(30):
+            if k == 15:
+                x.data, y.data, x.grad = x.data.to(kind), y.data.to(kind), None
+                targets = targets.to(kind)
+            optimizer.step(
+                lambda rows, y=y: (y - 1).square().sum() / 2,
+                lambda rows, x=x, y=y: (y - x - rows[0]).square().sum() / 2,
+                tasks=bo.TensorTasks(targets),
+            )
+        kinds = {t.dtype for name, t in optimizer.state[y].items() if name.startswith("rows.")}
+        assert torch.bfloat16 not in kinds
+        ends.append(x.detach().double())
+    assert abs(float(ends[0] - ends[1])) < 0.03

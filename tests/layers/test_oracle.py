@@ -223,7 +223,7 @@ def test_many_problems_as_one_are_each_alone(vectorize, own_x):
 
 @pytest.mark.parametrize("kind", ["one x", "own x", "weights", "dropout"])
 def test_one_by_one_only_one_graph_is_kept(kind):
-    """From the second evaluation on, when it is known that the loss reads its parameters where torch sees it."""
+    """The first evaluation looks whether the loss reads its parameters where torch sees it, then ends so too."""
     alive, kept = [], []
     upper = torch.randn(3, 2)
     options = {"one x": {}, "own x": {"x": Vector([upper])}, "weights": {"weights": torch.tensor([0.5, 2.0, -1.0])},
@@ -242,7 +242,7 @@ def test_one_by_one_only_one_graph_is_kept(kind):
 
     apart = stacked(oracle, points, lambda level: batch, **{k: v for k, v in options.items() if k != "dropout"})
     apart.g.loss.loss = watched
-    for known in (False, True, True):
+    for _ in range(3):
         found = []
         for problem in (together, apart):
             torch.manual_seed(2)
@@ -250,7 +250,7 @@ def test_one_by_one_only_one_graph_is_kept(kind):
             found.append([*problem.lower(problem.g.draw()), *problem.upper(problem.f.draw())])
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b)
-        assert (max(kept[-3:]) == 0) == known
+        assert max(kept[-3:]) == 0
 
 
 def test_a_loss_of_none_of_the_lanes_is_refused_one_by_one():

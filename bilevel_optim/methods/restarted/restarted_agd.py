@@ -113,22 +113,30 @@ class RestartedAGD(Restarted):
         groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in self.param_groups]
         live = Vector(p for group in groups for p in group["params"])
         require_rates(groups)
-        known, levels = self._trained, [("upper", p) for group in self.param_groups for p in group["params"]]
-        self._trained = [p.requires_grad for _, p in levels]
-        if known is not None and known != self._trained:
-            carry_over(self.state, levels, known)
+        levels = [("upper", p) for group in self.param_groups for p in group["params"]]
+        trained = [p.requires_grad for _, p in levels]
+        if self._trained is not None and trained != self._trained:
+            carry_over(self.state, levels, self._trained)
         with Transaction(self.generator) as transaction:
-            return self._moved(groups, live, closure, transaction)
+            return self._moved(groups, live, closure, transaction, trained)
 
     def _moved(
-        self, groups: list[dict[str, Any]], live: Vector, closure: Callable[[], Any], transaction: Transaction
+        self,
+        groups: list[dict[str, Any]],
+        live: Vector,
+        closure: Callable[[], Any],
+        transaction: Transaction,
+        trained: list[bool],
     ) -> Any:
         memory = recalled(self.state, live, UPPER_SOLVER).memory
         here = Position(live.detach(), memory, self.numbers, groups, self.generator, Ranks())
         ahead = self._iteration.look_ahead(here)
         with in_place([live], [ahead.point]), torch.enable_grad():
             loss = closure()
-        entries: dict[str, Any] = {"_last_loss": loss.detach() if isinstance(loss, Tensor) else loss}
+        entries: dict[str, Any] = {
+            "_last_loss": loss.detach() if isinstance(loss, Tensor) else loss,
+            "_trained": trained,
+        }
         writes: list[Callable[[], object]] = []
         if any(p.grad is not None for p in live):
             there = replace(here, memory={**here.memory, **ahead.memory}, numbers=ahead.progress.numbers)
@@ -143,8 +151,8 @@ class RestartedAGD(Restarted):
         """Return the state as in torch, with a key ``"restarts"`` for state that belongs to no single parameter."""
         state: dict[str, Any] = super().state_dict()
         generator = None if self.generator is None else self.generator.get_state()
-        state["restarts"] = {"numbers": dict(self.numbers), "loss": self._last_loss, "generator": generator}
-        state["restarts"]["trained"] = self._trained
+        own = {"loss": self._last_loss, "generator": generator, "trained": self._trained}
+        state["restarts"] = {"numbers": dict(self.numbers), **own}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
