@@ -162,17 +162,23 @@ def test_the_output_begins_anew_when_a_tensor_rests_or_returns(name):
     """No look-ahead point of before is in the average, and there is no momentum from before."""
     x = [torch.full((1,), start, dtype=torch.float64, requires_grad=True) for start in (2.0, 3.0)]
     y = torch.ones(2, dtype=torch.float64, requires_grad=True)
-    options = {"lr": 0.1, "momentum": 0.5, "restart_period": 10, "restart_radius": torch.inf}
-    points = []  # where the upper gradient is evaluated
+    options = {
+        "lr": 0.1,
+        "momentum": 0.5,
+        "restart_period": 10,
+        "restart_radius": torch.inf,
+        "on_converged": "continue",
+    }
+    points, target = [], 1.0  # where the upper gradient is evaluated
 
     def upper():
         points.append(torch.cat(x).detach())
-        return (y - 1).square().sum() / 2
+        return (y - target).square().sum() / 2
 
     def closure():
         optimizer.zero_grad()
         points.append(torch.cat(x).detach())
-        loss = (torch.cat(x) - 1).square().sum() / 2
+        loss = (torch.cat(x) - target).square().sum() / 2
         loss.backward()
         return loss
 
@@ -186,9 +192,11 @@ def test_the_output_begins_anew_when_a_tensor_rests_or_returns(name):
         for _ in range(3):
             step()
         x[1].requires_grad_(not rests)
+        target *= -4  # larger gradients than all before
         live = torch.cat(x).detach()
         step()
         assert torch.equal(points[-1], live)  # no momentum
+        assert torch.equal(torch.cat(optimizer.averaged_parameters()), live)
         assert optimizer.epoch_step == 1
     while not optimizer.converged:
         step()
@@ -199,6 +207,17 @@ def test_the_output_begins_anew_when_a_tensor_rests_or_returns(name):
     torch.testing.assert_close(torch.cat(x).detach(), average, rtol=1e-12, atol=0)
     optimizer.swap_averaged()
     assert torch.equal(torch.cat(x).detach(), live)
+    optimizer.swap_averaged()
+    for t in x:  # as in older checkpoints
+        if "live" in optimizer.state[t]:
+            optimizer.state[t]["average"] = optimizer.state[t].pop("live")
+    optimizer.swap_averaged()
+    assert torch.equal(torch.cat(x).detach(), live)
+    torch.testing.assert_close(torch.cat(optimizer.averaged_parameters()), average, rtol=1e-12, atol=0)
+    x[1].requires_grad_()
+    target *= -4
+    step()
+    assert torch.equal(torch.cat(optimizer.averaged_parameters()), live)
 
 
 @pytest.mark.parametrize("joins", ["added", "thawed"])

@@ -265,14 +265,16 @@ class Restarted(Optimizer):
         The lower parameters still belong to the last x: ``backward`` improves them at the swapped point (and sets
         ``.grad`` to the hypergradient there). ``step`` raises RuntimeError until they are swapped back.
         """
+        swapped = self._progress.swapped
         for p in upper_tensors(self):
             state = self.state[p]
             if LIVE in state:
                 p.copy_(state.pop(LIVE))
-            elif AVERAGE in state:
-                state[LIVE] = p.detach().clone()
+            elif AVERAGE in state:  # while swapped, older checkpoints have x there
+                here = p.detach().clone()
                 p.copy_(state[AVERAGE])
-        self.numbers = {**self.numbers, "swapped": not self._progress.swapped}
+                state[AVERAGE if swapped else LIVE] = here
+        self.numbers = {**self.numbers, "swapped": not swapped}
 
     def _finished(self) -> bool:
         """Return True if ``step`` has nothing left to do and returns the last loss."""
