@@ -332,7 +332,14 @@ COUNTS = tuple(solver + name for solver in SOLVERS for name in ("step", "mu_prod
 INITIAL = "initial"  # entry of y: start of every lower solve without warm starts
 SOLUTION = "linear_solution"  # entry of y: v
 AVERAGE, LIVE = "average", "live"  # entries of x: a method's output, and x while the parameters hold the output
+COPIES = "copies"  # entry of y: perturbed copies of it
 TABLE = "rows."  # prefix of tables whose rows mix all lower parameters; the first of these holds them
+# Entries that stay where a parameter joins: what it begins with, from itself and the entry of another one.
+JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    INITIAL: lambda p, _: p,
+    SOLUTION: lambda p, _: torch.zeros_like(p),
+    COPIES: lambda p, copies: p.expand(len(copies), *p.shape),
+}
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -361,11 +368,11 @@ def recalled(state: State, parameters: Sequence[Tensor], prefix: str) -> Recalle
             tables[name[len(TABLE) :]] = value
         elif alike or all([name in entries for entries in own]):
             memory[name] = Vector([entries[name] for entries in own])
-    if not alike and any([INITIAL in entries for entries in own]):  # others begin where they are
-        memory[INITIAL] = Vector([entries.get(INITIAL, p.detach()) for entries, p in zip(own, parameters, strict=True)])
-    if not alike and any([SOLUTION in entries for entries in own]):  # that of others is zero
-        parts = [(e[SOLUTION] if SOLUTION in e else torch.zeros_like(p)) for e, p in zip(own, parameters, strict=True)]
-        memory[SOLUTION] = Vector(parts).detach()
+    for name, begin in () if alike else JOINS.items():
+        example = next((entries[name] for entries in own if name in entries), None)
+        if example is not None:
+            pairs = zip(own, parameters, strict=True)
+            memory[name] = Vector([e[name] if name in e else begin(p, example) for e, p in pairs]).detach()
     found = own if alone else ()
     solver = [{k[len(prefix) :]: v for k, v in entries.items() if k.startswith(prefix)} for entries in found]
     return Recalled(memory, tables, solver if any(solver) else None)
@@ -410,7 +417,7 @@ def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory, 
 
 # Ends of the names of state that stays usable if other parameters are trained: starts of solves, averages for the user,
 # and the tables of terms of finite sums, whose rows of a parameter that has rested are old, but fit their mean.
-STAYS = (INITIAL, "copies", "curvature", SOLUTION, "linear_direction", AVERAGE, LIVE, "perturbation", "table",
+STAYS = (INITIAL, COPIES, "curvature", SOLUTION, "linear_direction", AVERAGE, LIVE, "perturbation", "table",
          "mean")  # fmt: skip
 ROWS = (TABLE + "task_memory", TABLE + SOLUTION)
 

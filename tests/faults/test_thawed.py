@@ -240,3 +240,28 @@ def test_the_linear_solution_stays_when_a_tensor_joins(name, joins):
     found = [optimizer.state[t]["linear_solution"] for t in problem.y]
     assert relative(found[:1], [kept]) < 1e-6
     assert float(found[1].norm()) < 1e-6
+
+
+@pytest.mark.parametrize("joins", ["added", "thawed"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_copies_stay_when_a_tensor_joins(joins, compiled):
+    """Those of the new tensor begin at it. Otherwise all copies would be at y, and the difference zero."""
+    problem = Two()
+    late = problem.y[1].requires_grad_(joins == "added")
+    first = problem.y[:1] if joins == "added" else problem.y
+    optimizer = bo.F2SA(problem.x, first, lr=0.0, lower_lr=0.1, lower_steps=50, nu=0.01)
+    if compiled:
+        optimizer.compile(backend="eager")
+    for _ in range(3):
+        optimizer.step(problem.upper, problem.lower)
+    before = optimizer.state[problem.y[0]]["copies"].clone()
+    if joins == "added":
+        optimizer.add_param_group({"params": [late], "level": "lower"})
+    late.requires_grad_()
+    for group in optimizer.param_groups[1:]:
+        group["lr"] = 1e-12
+    optimizer.step(problem.upper, problem.lower)
+    copies, own = (optimizer.state[t]["copies"] for t in problem.y)
+    assert relative([copies], [before]) < 1e-9
+    assert (before[1] - before[0]).abs().min() > 1e-3
+    assert relative([own], [problem.y[1].detach().expand(2, -1)]) < 1e-9
