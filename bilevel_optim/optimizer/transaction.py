@@ -334,7 +334,7 @@ SOLUTION = "linear_solution"  # entry of y: v
 AVERAGE, LIVE = "average", "live"  # entries of x: a method's output, and x while the parameters hold the output
 COPIES = "copies"  # entry of y: perturbed copies of it
 TABLE = "rows."  # prefix of tables whose rows mix all lower parameters; the first of these holds them
-# Entries that stay where a parameter joins: what it begins with, from itself and the entry of another one.
+# Entries that stay where a parameter joins, with the value for the new one: of it and of the entry of another one.
 JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     INITIAL: lambda p, _: p,
     SOLUTION: lambda p, _: torch.zeros_like(p),
