@@ -41,7 +41,8 @@ class OptionsKey:
         """Return all that a user may change in a run and that decides the operations of a step."""
         own = vars(self.optimizer)
         if self._plain is None:
-            self._plain = itemgetter(*(name for name, v in own.items() if isinstance(v, PLAIN) and name[0] != "_"))
+            plain = [name for name, v in own.items() if isinstance(v, PLAIN) and name[0] != "_"]
+            self._plain = itemgetter(*(name for name in plain if name != "lower_init"))  # its code is guarded
         # The same objects have the same options. Most steps stop here.
         groups, objects = self.optimizer.param_groups, [*self._plain(own)]
         for group in groups:

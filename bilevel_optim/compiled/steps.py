@@ -18,6 +18,7 @@ from ..optimizer.transaction import Action, make
 from ..problem.objective import Loss
 from ..problem.parameters import by_level
 from ..problem.random import draw_random_inputs
+from ..problem.tasks import task_count
 from ..solvers.lower import is_known
 from .beside import DIFFERS, FUNCTIONAL, compared, require_compilable
 from .draws import Inputs, Plan, SourceKind, Sources, declared, draw, draw_tasks
@@ -204,8 +205,10 @@ class CompiledSteps:
         own = optimizer._graph_key(state.steps, numbers)
         if own is None:
             return None
-        remembered = remembered_tasks(sources.tasks) if sources.tasks is not None and optimizer.task_memory else None
-        key = [moves, sources.kind.key, own, options, remembered]
+        tasks = sources.tasks
+        remembered = remembered_tasks(tasks) if tasks is not None and optimizer.task_memory else None
+        count = None if tasks is None else task_count(tasks, optimizer.tasks_per_step)
+        key = [moves, sources.kind.key, own, options, remembered, count, optimizer.lower_init is None]
         if optimizer.state is not self._state:  # another one has been loaded
             self._state = optimizer.state
             for entry in self.entries:
@@ -221,8 +224,9 @@ class CompiledSteps:
         self._new += 1
         if self._new > PATIENCE:
             self._reason = (
-                "from step to step options of the optimizer or of its groups change (or plain numbers of a method of "
-                "your own), and each value needs a graph of its own: change them rarely (learning rates may change)"
+                "from step to step options of the optimizer or of its groups change, or the number of tasks (or plain "
+                "numbers of a method of your own), and each value needs a graph of its own: change them rarely "
+                "(learning rates may change)"
             )
             return None
         made = Entry(key, self.settings)

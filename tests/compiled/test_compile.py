@@ -160,6 +160,46 @@ def test_with_tasks(row):
     assert graphs(captured) or captured.diagnostics["compile_fallback"]
 
 
+@pytest.mark.usually("AID")
+@each(("AID", "F2SA", "MAML"))
+def test_samplers_of_other_lengths_give_all_their_tasks(row):
+    """A step takes all tasks of the present sampler, also where a graph for another number of tasks is there."""
+    ends = []
+    for captured in (False, True):
+        problem = Regression(row, tasks=True)
+        samplers = {n: bo.TensorTasks(tuple(t[:n] for t in problem.data)) for n in (3, 2)}
+        optimizer = problem.optimizer(row)
+        if captured:
+            optimizer.compile(backend="eager", fullgraph=True)
+        losses = []
+        for n in (3, 3, 3, 2, 2, 2, 3, 2, 3):
+            losses.append(optimizer.step(*problem.losses, tasks=samplers[n]))
+            assert optimizer.diagnostics["task_count"] == n
+        ends.append([torch.stack(losses), *problem.x, *problem.y])
+    assert graphs(optimizer) == 2
+    assert close(*ends, 1e-9)
+
+
+@pytest.mark.usually("True")
+@pytest.mark.parametrize("tasks", [True, False])
+def test_a_lower_init_that_was_taken_away_comes_back(tasks):
+    """A graph of steps without it does not serve steps with it."""
+    row, ends = next(row for row in ROWS if row.name == "AID"), []
+    for captured in (False, True):
+        problem = Regression(row, tasks=tasks)
+        start = problem.weight.detach().expand(3, 5).clone() if tasks else problem.weight.detach().clone()
+        optimizer = problem.optimizer(row, lower_init=lambda *ids, start=start: [2 * start])
+        init = optimizer.lower_init
+        if captured:
+            optimizer.compile(backend="eager", fullgraph=True)
+        losses = []
+        for own in (init, None, init, None, init):
+            optimizer.lower_init = own
+            losses += [problem.step(optimizer) for _ in range(3)]
+        ends.append([torch.stack(losses), *problem.x, *problem.y])
+    assert close(*ends, 1e-9)
+
+
 @each(lambda row: row.name in ("SUSTAIN", "TTSA", "BSA"))
 def test_a_random_number_of_products_is_one_graph(row):
     ends = []
