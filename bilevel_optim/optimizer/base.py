@@ -470,7 +470,14 @@ class BilevelOptimizer(Method):
         for bit, also save the parameters (the model's ``state_dict``), and, if the losses use them, the position in the
         data and torch's random state.
         """
-        state: dict[str, Any] = super().state_dict()
+        # First, so that hooks of the user see the whole state.
+        handle = self.register_state_dict_post_hook(lambda _, state: self._pack(state), prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def _pack(self, state: dict[str, Any]) -> None:
         state["state"] = checkpoint.copied(state["state"])  # later steps write into tables
         own = {
             "method": type(self).__name__,
@@ -480,18 +487,30 @@ class BilevelOptimizer(Method):
             "generator": None if self.generator is None else self.generator.get_state(),
             "numbers": self.numbers,
             "options": {name: checkpoint.plain(getattr(self, own)) for name, own in self._saved_options.items()},
-            "types": checkpoint.types(self.param_groups),
+            "types": checkpoint.types(self.param_groups, self._run_state.kinds or ()),
         }
-        return checkpoint.packed(state, own, self.param_groups)
+        checkpoint.pack(state, own, self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a result of :meth:`state_dict` into an optimizer made with the same arguments."""
-        own, state_dict = checkpoint.unpacked(state_dict, self.param_groups[0]["params"][0].device)
-        checkpoint.require_loadable(
-            own, state_dict, type(self).__name__, self._variant_of_state, self._saved_options.keys(),
-            self.param_groups, self.generator,
-        )  # fmt: skip
-        checkpoint.load_exactly(self, super().load_state_dict, state_dict, self._place_of)
+        own: dict[str, Any] = {}
+
+        def read(given: dict[str, Any]) -> dict[str, Any]:
+            found, given = checkpoint.unpacked(given, self.param_groups[0]["params"][0].device)
+            checkpoint.require_loadable(
+                found, given, type(self).__name__, self._variant_of_state, self._saved_options.keys(),
+                self.param_groups, self.generator,
+            )  # fmt: skip
+            own.update(found)
+            return given
+
+        checkpoint.require_dict(state_dict)
+        checkpoint.load_exactly(
+            self, super().load_state_dict, state_dict, read=read, place_of=self._place_of, end=lambda: self._resume(own)
+        )
+
+    def _resume(self, own: dict[str, Any]) -> None:
+        """Continue from the state that belongs to no single parameter."""
         self.param_groups[0][OWN], self._placeholders = b"", False
         self._rules, self._upper_rules = self._new_rules()
         self._run_state.load(own)

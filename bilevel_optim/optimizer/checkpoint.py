@@ -35,8 +35,9 @@ __all__ = [
     "initialises",
     "load_exactly",
     "own_attributes",
-    "packed",
+    "pack",
     "plain",
+    "require_dict",
     "require_loadable",
     "types",
     "unpacked",
@@ -72,10 +73,8 @@ def plain(value: Any) -> Any:
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
-def packed(
-    state_dict: dict[str, Any], own: dict[str, Any], param_groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return a state dict that includes ``own``, the state of the whole method, and an entry for each parameter.
+def pack(state_dict: dict[str, Any], own: dict[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Write ``own``, the state of the whole method, and an entry for each parameter into a state dict.
 
     ``own`` is serialised to one value, because its contents differ from step to step.
     """
@@ -88,11 +87,10 @@ def packed(
     file = io.BytesIO()
     torch.save(own, file)
     groups[0][OWN] = file.getvalue()
-    return state_dict
 
 
 def unpacked(state_dict: dict[str, Any], device: torch.device = CPU) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Undo :func:`packed`; raise ValueError unless the state dict is complete.
+    """Undo :func:`pack`; raise ValueError unless the state dict is complete.
 
     Tensors that were on an accelerator when they were saved are moved to ``device``.
     """
@@ -165,18 +163,24 @@ def _shapes(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     return [list(p.shape) for group in groups for p in group["params"]]
 
 
-def types(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the types of all parameters."""
-    return [str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]]
+def types(groups: Sequence[Mapping[str, Any]], kinds: Sequence[torch.dtype] = ()) -> list[str]:
+    """Return the names of the types of all parameters; ``kinds``: those that the first ones had in the last step."""
+    present = [p.dtype for group in groups for p in group["params"]]
+    return [str(kind).removeprefix("torch.") for kind in (*kinds, *present[len(kinds) :])]
 
 
-def _require_form(state: Any) -> None:
-    """Raise ValueError unless a state dict has the form of an optimizer's."""
+def require_dict(state: Any) -> None:
+    """Raise ValueError unless a state dict is a dict."""
     if not isinstance(state, dict):
         raise ValueError(
             f"the state dict is not that of a BilevelOptimizer: it should be a dict, but is {type(state).__name__}; "
             f"{SAVED}"
         )
+
+
+def _require_form(state: Any) -> None:
+    """Raise ValueError unless a state dict has the form of an optimizer's."""
+    require_dict(state)
     state_of, groups = state.get("state"), state.get("param_groups")
     if not isinstance(state_of, dict) or not all(isinstance(entries, dict) for entries in state_of.values()):
         raise ValueError(f"the state dict is not that of a BilevelOptimizer: 'state' does not hold dicts; {SAVED}")
@@ -336,17 +340,26 @@ def load_exactly(
     optimizer: Optimizer,
     load: Callable[[dict[str, Any]], None],
     state_dict: dict[str, Any],
+    *,
+    read: Callable[[dict[str, Any]], dict[str, Any]],
     place_of: Callable[[str, Tensor], torch.device | None],
+    end: Callable[[], None],
 ) -> None:
     """Call torch's ``load`` without its cast of the state to the precision of the parameters.
 
-    ``place_of`` returns the device of an entry of a parameter's state; None: the device it was saved from.
+    Args:
+        optimizer: the optimizer.
+        load: its base class's ``load_state_dict``.
+        state_dict: the state dict.
+        read: checks and unpacks what the user's hooks before loading have made of it.
+        place_of: returns the device of an entry of a parameter's state; None: the device it was saved from.
+        end: called before the user's hooks after loading.
     """
     loaded: dict[str, Any] = {}
 
     def withhold(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        loaded.update(given)
-        return {**given, "state": {}}
+        loaded.update(read(given))
+        return {**loaded, "state": {}}
 
     def fill(_: Optimizer) -> None:
         keys = [key for group in loaded["param_groups"] for key in group["params"]]
@@ -355,6 +368,7 @@ def load_exactly(
             optimizer.state[own.get(key, key)] = {
                 name: copied(value, place_of(name, own[key]) if key in own else None) for name, value in entries.items()
             }
+        end()
 
     # In this order, hooks of the user see the same as with torch's loading.
     handles = (

@@ -17,7 +17,7 @@ from ..errors import warn
 from ..oracle.doors import OPTIONS, STEP, options_of, steps_read
 from ..problem.parameters import is_number, require
 from ..solvers.agd import AGD
-from ..solvers.functional import can_be_unrolled
+from ..solvers.functional import can_be_unrolled, made_by
 from ..solvers.limits import Limits
 from ..solvers.lower import NOT_ELEMENTWISE, is_known, needs_closure
 from ..solvers.trust import acts_elementwise, can_be_differentiated, rests_without_gradient
@@ -171,7 +171,7 @@ class LowerChecks:
 def probe(factory: Factory, lr: Any = None) -> Optimizer:
     """Return the optimizer made for a dummy parameter."""
     group = {"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)]}
-    return factory([group if lr is None else {**group, "lr": lr}])
+    return made_by(factory, [group if lr is None else {**group, "lr": lr}])
 
 
 def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:

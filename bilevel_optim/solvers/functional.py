@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ..problem.vector import Vector
 from ..tracing import is_tracing
 
-__all__ = ["Memory", "can_be_unrolled", "sgd", "updated"]
+__all__ = ["Memory", "can_be_unrolled", "made_by", "sgd", "updated"]
 
 Memory = list[dict[str, Any]]  # an optimizer's state (momentum and the like), one dict per tensor
 COUNT, KIND = (
@@ -49,6 +50,19 @@ def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tens
 def _plus(a: Tensor, b: Tensor, factor: Any) -> Tensor:
     """Return a + factor * b; one operation, rounded as in torch's optimizers, if the factor is a number."""
     return a + factor * b if isinstance(factor, Tensor) else torch.add(a, b, alpha=factor)
+
+
+def made_by(factory: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
+    """Return the optimizer that a function makes from groups, with ``differentiable=False``.
+
+    torch's steps with ``differentiable=True`` fail on leaf tensors; `updated` sets it where a step is differentiated.
+    """
+    made = factory(groups)
+    if isinstance(made, Optimizer) and made.defaults.get("differentiable"):
+        made.defaults["differentiable"] = False
+        for group in made.param_groups:
+            group["differentiable"] = False
+    return made
 
 
 def can_be_unrolled(optimizer: Optimizer) -> bool:

@@ -19,7 +19,7 @@ from ..problem.parameters import Rate, rates_of
 from ..problem.vector import Later, Vector, is_sharded
 from ..tracing import is_tracing, span
 from .agd import AGD
-from .functional import Memory, updated
+from .functional import Memory, made_by, updated
 from .limits import Limits, changes
 from .linear import quotient
 
@@ -46,7 +46,7 @@ NOT_ELEMENTWISE = tuple(
     getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)
 )
 # Entries of our groups that are not options of the optimizer.
-_OURS = frozenset(("params", "level", "param_names", "initial_lr", "auto_lr"))
+_OURS = frozenset(("params", "level", "param_names", "initial_lr", "auto_lr", "differentiable"))
 
 
 GROWS = "growing lower gradient"  # the key of the alert
@@ -174,7 +174,7 @@ class LowerRule:
         remaining = iter(self._scratch)
         self.shapes = [tuple(t.shape) for t in like]
         own = [{"params": [next(remaining) for _ in group["params"]], **_options(group)} for group in groups]
-        self.optimizer = factory(own)
+        self.optimizer = made_by(factory, own)
         self._given = [{*_options(group)} for group in groups]  # names of options that the groups themselves hold
         self.carried = _set_apart(self.optimizer)
         # Some optimizers create their state at once, others in their first step.
@@ -183,7 +183,7 @@ class LowerRule:
         known = is_known(self.optimizer)
         self.kind = type(self.optimizer) if known else Optimizer
         trial = [{"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)], **_options(groups[0])}]
-        self.evaluates_once = not needs_closure(self.optimizer if known else factory(trial))
+        self.evaluates_once = not needs_closure(self.optimizer if known else made_by(factory, trial))
         self._heed_options()
 
     def follow(self, groups: Sequence[dict[str, Any]]) -> None:

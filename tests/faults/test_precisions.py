@@ -9,7 +9,7 @@ import torch
 import bilevel_optim as bo
 from bilevel_optim.pytree import replace
 
-from ..problems import Given, Quadratic, seeded, values
+from ..problems import Given, Quadratic, same, seeded, values
 from ..registry import each
 
 pytestmark = pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")  # of rounding
@@ -67,6 +67,24 @@ def test_a_state_of_other_types_is_cast_to_those_of_the_parameters(row):
     resumed.load_state_dict(optimizer.state_dict())
     other.run(resumed, 3)
     assert resumed._run_state.steps == 6
+
+
+@PLAIN
+def test_a_state_saved_between_a_cast_and_a_step_continues(row):
+    """It was taken for one of the new types, so it was not cast, and some methods failed."""
+    ends = []
+    for saved in (False, True):
+        problem = Cast(row, torch.float64, torch.float64)
+        optimizer = problem.optimizer(row, **options_of(row))
+        torch.manual_seed(0)
+        problem.run(optimizer, 3)
+        problem.net.float()
+        if saved:
+            state, optimizer = optimizer.state_dict(), problem.optimizer(row, **options_of(row))
+            optimizer.load_state_dict(state)
+        problem.run(optimizer, 3)
+        ends.append(values(problem.x, problem.y))
+    assert same(*ends)
 
 
 def test_a_state_with_wrong_types_is_refused():

@@ -201,3 +201,32 @@ def test_check_finite_can_be_turned_off(row):
     problem.objectives = [lambda: upper() + problem.x[0].sum() * float("inf"), *lower]
     assert not problem.run(optimizer).isfinite()
     assert not problem.x[0].isfinite().any()
+
+
+# ---------------------------------------------------------------------------------------------------- hooks
+
+
+def test_hooks_of_state_dicts_are_those_of_torch():
+    """They see the whole state dict and may replace it; those after loading see the whole state."""
+
+    def make():
+        problem = ROWS[0].quadratic(n=4, m=2)
+        return problem, ROWS[0](problem.x, problem.y, short=True, upper_optimizer=torch.optim.Adam)
+
+    (problem, optimizer), (twin, other) = make(), make()
+    problem.run(optimizer, 2)
+    plain = optimizer.state_dict()
+    handle = optimizer.register_state_dict_post_hook(lambda _, state: {"wrapped": state})
+    wrapped = optimizer.state_dict()
+    handle.remove()
+    assert wrapped["wrapped"]["param_groups"] == plain["param_groups"]
+    assert wrapped["wrapped"]["state"].keys() == plain["state"].keys()
+    assign([*twin.x, *twin.y], values(problem.x, problem.y))
+    seen = []
+    other.register_load_state_dict_pre_hook(lambda _, state: state["wrapped"])
+    other.register_load_state_dict_post_hook(lambda loaded: seen.append((loaded.oracle_counts, len(loaded.state))))
+    other.load_state_dict(wrapped)
+    assert seen == [(optimizer.oracle_counts, len(optimizer.state))]
+    problem.run(optimizer, 2)
+    twin.run(other, 2)
+    assert same(values(problem.x, problem.y), values(twin.x, twin.y))

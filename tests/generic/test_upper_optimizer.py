@@ -243,6 +243,20 @@ def test_a_tensor_without_a_gradient_stays():
     assert float(optimizer.state[idle]["upper_optimizer.step"]) == 1
 
 
+@pytest.mark.parametrize("level", LOSSES)
+@pytest.mark.parametrize("method", [bo.AID, bo.ITD])
+def test_differentiable_updates_are_the_same(method, level):
+    """ITD asks for an optimizer with this argument; torch's steps of leaf tensors fail with it."""
+    ends = []
+    for option in ({}, {"differentiable": True}):
+        class_of, rate = partial(Adam, **option), {"lr": 0.1, "lower_lr": 0.1, "method": method}
+        optimizer, x, y, losses = quick(**rate, **{f"{level}_optimizer": class_of})
+        for _ in range(3):
+            optimizer.step(*losses)
+        ends.append((x, y))
+    assert all(map(torch.equal, *ends))
+
+
 # ---------------------------------------------------------------------------------------------------- learning rates
 
 
