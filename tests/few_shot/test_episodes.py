@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.few_shot.backbones import Norm, calibrate, cnn4, resnet12
+from recipes.few_shot.backbones import BACKBONES, Norm, calibrate, cnn4, resnet12
 from recipes.few_shot.data import Images
 from recipes.few_shot.episodes import Episodes, augmented
 
@@ -118,6 +118,8 @@ def test_sizes_of_the_backbones():
     assert sum(p.numel() for p in network.parameters()) == 12_424_320
     assert sum(p.numel() for p in small.parameters()) == 28_896
     assert (network.width, small.width, cnn4(1, 28).width) == (640, 800, 32)
+    wide = BACKBONES["cnn4-64"](1, 28)
+    assert (wide.width, sum(p.numel() for p in wide.parameters())) == (64, 111_936)
     assert resnet12(1, 20, width=4)(torch.randn(2, 1, 20, 20)).shape == (2, 40)
 
 
