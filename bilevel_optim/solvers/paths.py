@@ -54,7 +54,7 @@ class Paths:
         oracle: the losses; its y is the start of every path.
         rule: returns the update for tensors like these; it must treat entries independently, because paths are stacked.
         samples: one lower sample per step.
-        from_upper: every path starts at the last tensors of its own x instead.
+        from_upper: for each tensor of y, where in its own x every path starts instead, or the start of all of them.
         start: returns the start, called at the x of each path, if that depends on x.
     """
 
@@ -64,7 +64,7 @@ class Paths:
         rule: Callable[[Vector], LowerRule],
         samples: Sequence[Sample],
         *,
-        from_upper: bool = False,
+        from_upper: Sequence[int | Tensor] | None = None,
         start: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
         self.oracle, self.samples, self._rule, self._from_upper = oracle, samples, rule, from_upper
@@ -104,8 +104,8 @@ class Paths:
 
     def _run(self, upper: Vector, n: int) -> PathEnds:
         start = stack([self.oracle.y] * n) if self._start is None else self._starts(upper, n)
-        if self._from_upper:  # with tasks, each starts there
-            own = Vector(upper[-len(start) :])
+        if self._from_upper is not None:  # with tasks, each starts there
+            own = [upper[s] if isinstance(s, int) else s.unsqueeze(0) for s in self._from_upper]
             start = Vector(
                 (s if s.dim() == t.dim() else s.unsqueeze(1)).expand_as(t).clone()
                 for s, t in zip(own, start, strict=True)

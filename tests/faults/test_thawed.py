@@ -265,3 +265,60 @@ def test_copies_stay_when_a_tensor_joins(joins, compiled):
     assert relative([copies], [before]) < 1e-9
     assert (before[1] - before[0]).abs().min() > 1e-3
     assert relative([own], [problem.y[1].detach().expand(2, -1)]) < 1e-9
+
+
+@pytest.mark.filterwarnings("ignore:steps run eagerly")
+@pytest.mark.parametrize("rests", ["start 1", "both starts", "lower 1", "both levels"])
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [*((name, False) for name in ("MAML", "ANIL", "FOMAML", "iMAML", "ESMAML")), ("MAML", True)],
+)
+def test_starts_stay_with_their_lower_tensors_while_one_of_them_rests(name, rests, compiled):
+    """All have the same shape, so nothing but a wrong value would show a start of another tensor."""
+    make = {"dtype": torch.float64, "requires_grad": True}
+    shift, *starts = (torch.full((3,), value, **make) for value in (5.0, 1.0, -2.0))
+    x, y = [shift, *starts], [torch.full((3,), value, **make) for value in (0.4, 0.6)]
+    resting = {"start 1": starts[1:], "both starts": starts, "lower 1": y[1:], "both levels": [starts[0], y[1]]}[rests]
+    rate = 0.1
+    options = {"lower_steps": 1, "lower_lr": rate}
+    if name == "iMAML":
+        options = {"lower_steps": 40, "lower_lr": 0.4, "proximal": 1.0}
+    elif name == "ESMAML":
+        options |= {"directions": 18, "direction": "orthogonal", "smoothing": 1e-3}
+    optimizer = getattr(bo, name)(x, y, lr=0.0, **options)
+    if compiled:
+        optimizer.compile(backend="eager")
+
+    def upper(data, y=y, shift=shift):
+        return ((y[0] - 1).square().sum() + (y[1] - 2).square().sum() + 0.3 * y[0] @ y[1]) / 2 + shift @ shift / 20
+
+    def lower(data):
+        return ((y[0] - 0.3 * shift).square().sum() + 2 * (y[1] - shift).square().sum()) / 2
+
+    def solved(shift, *starts):  # in closed form, of lower tensors that do not rest
+        pulls, targets = (1.0, 2.0), (0.3 * shift, shift)
+        if name == "iMAML":
+            found = [(c * a + s) / (c + 1) for c, a, s in zip(pulls, targets, starts, strict=True)]
+        else:
+            found = [s - rate * c * (s - a) for c, a, s in zip(pulls, targets, starts, strict=True)]
+        if name == "FOMAML":
+            found = [s + (t - s).detach() for s, t in zip(starts, found, strict=True)]
+        return [t if own.requires_grad else own.detach() for t, own in zip(found, y, strict=True)]
+
+    for tasks in (None, bo.TensorTasks(torch.zeros(2, 1))):
+        for k in range(6):
+            for t in resting:
+                t.requires_grad_(not 2 <= k < 4)
+            losses = (upper, lower) if tasks is not None else (lambda: upper(None), lambda: lower(None))
+            optimizer.backward(*losses, **({} if tasks is None else {"tasks": tasks}))
+            point = [t.detach().clone().requires_grad_() for t in x]
+            ends = solved(*point)
+            wanted = torch.autograd.grad(upper(None, ends, point[0]), point, materialize_grads=True)
+            trained = [i for i, t in enumerate(x) if t.requires_grad]
+            assert relative([x[i].grad for i in trained], [wanted[i] for i in trained]) < 1e-6, k
+            if name != "ESMAML" or tasks is None:
+                assert relative(y, ends) < 1e-10, k
+            if k == 3:
+                optimizer.load_start()
+                assert all(torch.equal(t, s) for t, s in zip(y, starts, strict=True) if t.requires_grad)
+        assert "compile_fallback" not in optimizer.diagnostics  # not for a start that no longer rests

@@ -104,7 +104,7 @@ class ESMAML(Initialised, ZerothOrder):
         self._learned_start(oracle)
         oracle.session.note_reached(oracle.x)  # where the paths start
         estimate, spent = (
-            self._estimate_on_paths(oracle, inputs, full_zeroth_order, from_upper=True),
+            self._estimate_on_paths(oracle, inputs, full_zeroth_order, from_upper=self._start_places()),
             oracle.session.counts,
         )
         if self.lower_directions:

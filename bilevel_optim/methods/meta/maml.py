@@ -15,11 +15,14 @@ from ...optimizer.step import LOWER, UPPER, Draw, DrawInputs, StepInputs, replac
 from ...oracle.doors import START
 from ...oracle.oracle import Oracle
 from ...problem.objective import Loss, Objective
+from ...problem.parameters import LEVELS
 from ...problem.vector import Vector, any_sharded
 from ..aid import AID
 from ..itd import ITD
 
 __all__ = ["ANIL", "FOMAML", "MAML", "Initialised", "iMAML"]
+
+RESTS = "an upper parameter from which a lower one starts does not require a gradient; steps are compiled once it does"
 
 
 class Initialised(BilevelOptimizer):
@@ -32,22 +35,40 @@ class Initialised(BilevelOptimizer):
                 f"{type(self).__name__} cannot start sharded lower parameters (DTensor) from upper ones: do not "
                 "shard the module, and let the ranks share the tasks"
             )
-        count = len(oracle.y)
-        start = oracle.x[-count:]
-        shapes = [t.shape if oracle.lanes is None else t.shape[1:] for t in oracle.y]
+        return Vector(oracle.x[place] if isinstance(place, int) else place for place in self._start_places())
+
+    def _start_places(self) -> list[int | Tensor]:
+        """Return, for each trained lower tensor, where its start is in x, or the start itself if that is not trained.
+
+        All tensors count, trained or not, so that pairs stay together while one of them rests.
+        """
+        upper, lower = ([p for g in self.param_groups if g["level"] == level for p in g["params"]] for level in LEVELS)
+        first = max(len(upper) - len(lower), 0)
+        start = upper[first:]
+        shapes = [t.shape for t in lower]
         if [t.shape for t in start] != shapes:
             raise ValueError(
-                f"{type(self).__name__} starts the lower parameters from the last {count} upper ones, which must have "
-                f"the same shapes: {[tuple(s) for s in shapes]}, but they have {[tuple(t.shape) for t in start]}. Pass "
-                "copies of the lower parameters there, such as [p.detach().clone().requires_grad_() for p in "
+                f"{type(self).__name__} starts the lower parameters from the last {len(lower)} upper ones, which must "
+                f"have the same shapes: {[tuple(s) for s in shapes]}, but they have {[tuple(t.shape) for t in start]}. "
+                "Pass copies of the lower parameters there, such as [p.detach().clone().requires_grad_() for p in "
                 "model.parameters()]"
             )
-        return Vector(start)
+        places: list[int | Tensor] = []
+        for i, (s, t) in enumerate(zip(start, lower, strict=True), first):
+            if t.requires_grad:
+                places.append(sum([p.requires_grad for p in upper[:i]]) if s.requires_grad else s.detach())
+        return places
+
+    def _why_eager(self, tasks: Any = None) -> str:
+        """Return why steps cannot be compiled: a start that rests is not among the inputs of a graph."""
+        rests = any([not isinstance(place, int) for place in self._start_places()])
+        return RESTS if rests else super()._why_eager(tasks)
 
     def load_start(self) -> None:
         """Write the learned initial point into the live lower parameters, those of the model."""
-        lower = Vector(self.parameters("lower"))
-        lower.copy_(self.parameters("upper")[-len(lower) :])
+        x = self.parameters("upper")
+        starts = [x[place] if isinstance(place, int) else place for place in self._start_places()]
+        Vector(self.parameters("lower")).copy_(starts)
 
     def _start_adaptation(self, oracle: Oracle, inputs: StepInputs) -> tuple[Oracle, StepInputs]:
         """Return the oracle at the start of adaptation, and inputs with a fresh lower optimizer."""
@@ -58,13 +79,13 @@ class Initialised(BilevelOptimizer):
 
     def _through_start(self, oracle: Oracle, estimate: Estimate, derivative: Vector) -> Estimate:
         """Return the estimate with the derivative in the initial point added."""
-        extra = derivative if oracle.lanes is None else Vector(t.sum(0) for t in derivative)
-        head = len(oracle.x) - len(extra)
-        oracle.session.note_reached(extra)
-        # x and y may have different types.
-        extra = Vector(t.to(s.dtype) for t, s in zip(extra, oracle.x[head:], strict=True))
-        gradient = Vector([*estimate.gradient[:head], *Vector(estimate.gradient[head:]) + extra])
-        return replace(estimate, gradient=gradient)
+        gradient = [*estimate.gradient]
+        for place, t in zip(self._start_places(), derivative, strict=True):
+            if isinstance(place, int):
+                extra = t if oracle.lanes is None else t.sum(0)
+                oracle.session.note_reached([extra])
+                gradient[place] = gradient[place] + extra.to(oracle.x[place].dtype)  # x and y may have different types
+        return replace(estimate, gradient=Vector(gradient))
 
 
 class MAML(Initialised, ITD):
@@ -183,10 +204,11 @@ class ANIL(MAML):
 
     def _learned_start(self, oracle: Oracle) -> Vector:
         """Return the initial head, which follows the body among the upper parameters."""
-        if len(oracle.x) == len(oracle.y):
+        upper, lower = (sum([len(g["params"]) for g in self.param_groups if g["level"] == level]) for level in LEVELS)
+        if upper == lower:
             raise ValueError(
                 "ANIL needs upper parameters besides the initial values of the lower ones, but got as many tensors for "
-                f"both levels ({len(oracle.y)}): pass the parameters of the body that the tasks share before them, "
+                f"both levels ({lower}): pass the parameters of the body that the tasks share before them, "
                 "[*body.parameters(), *start]. To learn initial values only, use MAML"
             )
         return super()._learned_start(oracle)
@@ -311,8 +333,9 @@ class iMAML(Initialised, AID):
         f, g = super()._objectives(upper, lower)
         if not self.proximal:
             return f, g
-        lower_tensors = self.parameters("lower")
-        pairs = list(zip(lower_tensors, self.parameters("upper")[-len(lower_tensors) :], strict=True))
+        lower_tensors, upper_tensors = self.parameters("lower"), self.parameters("upper")
+        starts = [upper_tensors[place] if isinstance(place, int) else place for place in self._start_places()]
+        pairs = list(zip(lower_tensors, starts, strict=True))
 
         def penalised(loss: Tensor) -> Tensor:
             distances = [(y - x).square().sum() for y, x in pairs]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from ...distributed.ranks import Ranks
 from ...hypergradient import Estimate
@@ -46,9 +48,14 @@ class ZerothOrder(BilevelOptimizer):
         return [LOWER] * self.lower_steps + [UPPER]
 
     def _estimate_on_paths(
-        self, oracle: Oracle, inputs: StepInputs, estimator: Callable[..., Estimate], *, from_upper: bool = False
+        self,
+        oracle: Oracle,
+        inputs: StepInputs,
+        estimator: Callable[..., Estimate],
+        *,
+        from_upper: Sequence[int | Tensor] | None = None,
     ) -> Estimate:
-        """Return an estimate from paths that all start at the oracle's y, or at the last tensors of their own x.
+        """Return an estimate from paths that all start at the oracle's y, or at tensors of their own x.
 
         The samples of all steps are drawn before the first path, so that every path sees the same samples.
         """
@@ -77,7 +84,7 @@ class ZerothOrder(BilevelOptimizer):
         samples = [oracle.g.draw() for _ in range(self.lower_steps)]
         for sample in samples:
             require_free_batch("lower", sample.arguments, oracle.live_x, AT_PERTURBED)
-        init, follows = inputs.lower_init, START in oracle.session.doors and not from_upper
+        init, follows = inputs.lower_init, START in oracle.session.doors and from_upper is None
         start = init.again if follows and isinstance(init, WatchedStart) else None
         paths = Paths(oracle, inputs.rule, samples, from_upper=from_upper, start=start)
         return estimator(oracle, paths, directions, central=self.difference == "central", ranks=ranks)
