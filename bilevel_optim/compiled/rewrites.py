@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..oracle.differentiable import plain_weight_norm
+from ..oracle.differentiable import plain_layer_norm, plain_weight_norm
 from .reasons import UNDRAWN, Refused, place_of
 
 __all__ = ["differentiable_twice", "require_deterministic", "require_drawn_before", "require_unwritten"]
@@ -102,8 +102,11 @@ _WRITING = {
 def differentiable_twice(module: GraphModule, *, plain: bool) -> None:
     """Replace operations whose derivative cannot be differentiated by others whose derivative can.
 
-    ``plain``: also replace torch's fused ones, whose second derivative is missing (attention) or wrong (weight norms).
+    ``plain``: also replace torch's fused ones, whose second derivative is missing (attention) or wrong (weight norms;
+    layer norms that the graph differentiates).
     """
+    names = {getattr(node.target, "__name__", "") for node in module.graph.nodes}
+    fused = _PLAIN if names & _DERIVATIVES else {k: v for k, v in _PLAIN.items() if k != "layer_norm"}
     for part in module.children():
         if isinstance(part, GraphModule):
             differentiable_twice(part, plain=plain)
@@ -115,8 +118,8 @@ def differentiable_twice(module: GraphModule, *, plain: bool) -> None:
             node.target = _one_hot
         elif name == "l1_loss" and {"weight"} <= node.kwargs.keys() <= {"weight", "reduction"}:
             node.target = _weighted_l1_loss
-        elif plain and name in _PLAIN:
-            node.target = _PLAIN[name]
+        elif plain and name in fused:
+            node.target = fused[name]
         elif name == "tag_activation_checkpoint":
             node.target, node.kwargs = _called, {}
         elif name == "autograd_function_apply":
@@ -155,7 +158,12 @@ def _attention(
     return scores.softmax(-1) @ value
 
 
-_PLAIN = {"scaled_dot_product_attention": _attention, "_weight_norm": plain_weight_norm}
+_DERIVATIVES = {"grad", "_autograd_grad"}  # of torch.autograd and of torch.func
+_PLAIN: dict[str, Callable[..., Tensor]] = {
+    "scaled_dot_product_attention": _attention,
+    "_weight_norm": plain_weight_norm,
+    "layer_norm": plain_layer_norm,
+}
 
 
 def _one_hot(classes: Tensor, count: int) -> Tensor:

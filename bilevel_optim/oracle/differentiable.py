@@ -34,6 +34,7 @@ __all__ = [
     "kinds_in",
     "mark_graph",
     "padding_rows",
+    "plain_layer_norm",
     "plain_operations",
     "plain_weight_norm",
     "products_of",
@@ -70,6 +71,22 @@ class OtherForms(TorchFunctionMode):
 def plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Compute weight normalisation in plain operations: torch's fused one has a silently wrong second derivative."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def plain_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """Compute a layer norm in plain operations: torch's fused one has a silently wrong third derivative."""
+    values = input.to(torch.promote_types(input.dtype, torch.float32))
+    variance, mean = torch.var_mean(values, [*range(-len(normalized_shape), 0)], correction=0, keepdim=True)
+    normal = (values - mean) * torch.rsqrt(variance + eps)
+    scaled = normal if weight is None else normal * weight
+    return (scaled if bias is None else scaled + bias).to(input.dtype)
 
 
 def _unchunked_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
@@ -204,14 +221,22 @@ JUMPING = (
     "MultiMargin", "MultilabelMargin", "Remainder", "Round", "Sgn", "Sign", "Softshrink", "Hardshrink", "Sort", "Topk",
     "Trunc", "Where",
 )  # fmt: skip
-# Operations whose second derivative is missing or wrong.
-FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
+# Operations whose second derivative is missing or wrong, and one that a loss has differentiated: then it is its third.
+FUSED = (
+    "WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn",
+    "NativeLayerNormBackwardBackward",
+)  # fmt: skip
+_PLAIN: dict[Any, Callable[..., Tensor]] = {
+    torch._weight_norm: plain_weight_norm,
+    F.layer_norm: plain_layer_norm,
+    torch.layer_norm: plain_layer_norm,
+}
 
 
 @contextmanager
 def plain_operations() -> Generator[None]:
-    """Replace fused operations: attention has no second derivative in torch, weight normalisation a wrong one."""
-    with sdpa_kernel(SDPBackend.MATH), OtherForms({torch._weight_norm: plain_weight_norm}):
+    """Replace fused operations: attention has no second derivative in torch, weight and layer norms have wrong ones."""
+    with sdpa_kernel(SDPBackend.MATH), OtherForms(_PLAIN):
         yield
 
 

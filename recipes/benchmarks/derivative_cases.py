@@ -89,6 +89,18 @@ class Held(nn.Module):
         self.w = nn.Parameter(value.clone())
 
 
+def penalty(name: str, make: Callable[[], nn.Module], shape: tuple[int, ...] = FLAT) -> None:
+    """Add a row for a loss with the gradient of a module in z, so that a product needs third derivatives."""
+
+    def of(module: Any, z: Tensor) -> Tensor:
+        point = z if z.requires_grad else z.detach().requires_grad_()
+        found: Tensor
+        (found,) = torch.autograd.grad(first(module(point)).sin().sum(), point, create_graph=True)
+        return found
+
+    case(f"{name}, its gradient", "Gradient penalties", lambda: (make().to(DOUBLE), of), shape)
+
+
 def first(result: Any) -> Tensor:
     """Return the result, or the first of several."""
     found: Tensor = result[0] if isinstance(result, tuple) else result
@@ -163,13 +175,14 @@ on_outputs(
     lambda o, z: F.grid_sample(z[None, None], 0.5 * o[:, None, :2].tanh()[None], align_corners=False),
 )
 
-for name, make in {
+NORMALISATIONS: dict[str, Callable[[], nn.Module]] = {
     "nn.BatchNorm1d, training": lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)),
     "nn.BatchNorm1d, eval": lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval(),
     "nn.LayerNorm": lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)),
     "nn.RMSNorm": lambda: nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4)),
     "nn.GroupNorm": lambda: nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4)),
-}.items():
+}
+for name, make in NORMALISATIONS.items():
     layer(name, "Normalisations", make)
 on_outputs("F.normalize", "Normalisations", lambda o, z: F.normalize(o))
 layer(
@@ -178,6 +191,13 @@ layer(
     lambda: nn.Sequential(nn.Conv2d(4, 3, 3), nn.InstanceNorm2d(3, affine=True)),
     IMAGE,
 )
+
+for name, make in NORMALISATIONS.items():
+    penalty(name, make)
+penalty("nn.Linear, nn.Softplus", lambda: nn.Sequential(nn.Linear(4, 4), nn.Softplus()))
+penalty("nn.Conv2d, nn.GELU", lambda: nn.Sequential(nn.Conv2d(4, 3, 3), nn.GELU()), IMAGE)
+penalty("nn.MultiheadAttention", lambda: Thrice(nn.MultiheadAttention(4, 2, batch_first=True)), SEQUENCE)
+penalty("nn.LSTM", lambda: nn.LSTM(4, 3, batch_first=True), SEQUENCE)
 
 layer("nn.RNN", "Recurrent layers", lambda: nn.RNN(4, 3, batch_first=True), SEQUENCE)
 layer("nn.LSTM", "Recurrent layers", lambda: nn.LSTM(4, 3, batch_first=True), SEQUENCE)

@@ -12,6 +12,7 @@ from torch._higher_order_ops import scan, while_loop
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import bilevel_optim as bo
+from bilevel_optim.oracle.differentiable import plain_layer_norm
 from bilevel_optim.oracle.probe import compare
 from bilevel_optim.problem.vector import Vector
 
@@ -613,4 +614,62 @@ def test_a_detached_cross_derivative_is_found_if_x_and_y_have_one_shape(name):
     with pytest.raises(bo.DerivativeError, match="second derivative in x and y"):
         method(name, [x], [y]).step(
             lambda: (y - 1).square().sum(), lambda: y.square().sum() / 2 - y @ (x + turn @ x.detach())
+        )
+
+
+class NormByHand(nn.LayerNorm):
+    """A layer norm in plain operations."""
+
+    def forward(self, z):
+        variance, mean = torch.var_mean(z, -1, correction=0, keepdim=True)
+        return (z - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+
+
+@pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
+@pytest.mark.parametrize(
+    ("name", "compiled", "by"),
+    [
+        ("ITD", False, torch.autograd),
+        ("AID", False, torch.func),
+        ("SOBA", True, torch.autograd),
+        ("SOBA", True, torch.func),
+    ],
+    ids=["itd", "aid", "compiled-autograd", "compiled-func"],
+)
+def test_a_gradient_penalty_may_go_through_a_layer_norm(name, compiled, by):
+    """A product of its Hessian needs third derivatives of the layer, which are wrong in torch."""
+    ends = []
+    for norm in (nn.LayerNorm, NormByHand):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), norm(4, eps=0.1), nn.Softplus(), nn.Linear(4, 1)).double()
+        x, rows = torch.linspace(0.5, 1, 4, dtype=D).requires_grad_(), torch.randn(2, 6, 4, dtype=D)
+
+        def penalty(net=net, x=x, rows=rows):
+            if by is torch.func:
+                return torch.func.grad(lambda z: net(z).sum())(rows[0] * x).square().mean()
+            z = rows[0] * x
+            z = z if z.requires_grad else z.requires_grad_()
+            return torch.autograd.grad(net(z).sum(), z, create_graph=True)[0].square().mean()
+
+        def lower(net=net, rows=rows, penalty=penalty):
+            decay = sum(p.square().sum() for p in net.parameters()) / 2
+            return (net(rows[0]) - rows[0].sum(1, keepdim=True)).square().mean() + 10 * penalty() + decay
+
+        optimizer = method(name, [x], net.parameters(), lower_lr=0.02)
+        if compiled:
+            optimizer.compile(backend="eager")
+        for _ in range(2 + compiled):
+            optimizer.step(lambda net=net, rows=rows: (net(rows[1]) - 1).square().mean(), lower)
+        assert "compile_fallback" not in optimizer.diagnostics
+        ends.append(torch.cat([x.detach(), x.grad, *(p.detach().flatten() for p in net.parameters())]))
+    torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_plain_layer_norm_is_torchs(dtype):
+    values = torch.randn(2, 3, 4, 5, generator=seeded(0)).to(dtype)
+    weight, bias = (torch.randn(4, 5, generator=seeded(k)).to(dtype) for k in (1, 2))
+    for options in ((), (weight,), (weight, bias, 0.1)):
+        torch.testing.assert_close(
+            plain_layer_norm(values, (4, 5), *options), F.layer_norm(values, (4, 5), *options), rtol=None, atol=None
         )

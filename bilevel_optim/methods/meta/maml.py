@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,11 +54,9 @@ class Initialised(BilevelOptimizer):
                 "Pass copies of the lower parameters there, such as [p.detach().clone().requires_grad_() for p in "
                 "model.parameters()]"
             )
-        places: list[int | Tensor] = []
-        for i, (s, t) in enumerate(zip(start, lower, strict=True), first):
-            if t.requires_grad:
-                places.append(sum([p.requires_grad for p in upper[:i]]) if s.requires_grad else s.detach())
-        return places
+        trained = itertools.accumulate([p.requires_grad for p in upper], initial=0)  # before each
+        pairs = zip(start, lower, itertools.islice(trained, first, None), strict=False)
+        return [place if s.requires_grad else s.detach() for s, t, place in pairs if t.requires_grad]
 
     def _why_eager(self, tasks: Any = None) -> str:
         """Return why steps cannot be compiled: a start that rests is not among the inputs of a graph."""
