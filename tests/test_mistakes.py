@@ -544,6 +544,34 @@ def test_a_call_in_inference_mode_names_it(verb):
         optimizer.step(*losses)
 
 
+@pytest.mark.parametrize(
+    "verb", ["step", "backward", "propose", "run", "adapt", "check", "suggest", "compiled", "update"]
+)
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap], ids=["grad", "vmap"])
+def test_a_call_under_a_transform_names_it(verb, transform):
+    """Tensors of the transform stayed in the parameters, and the next step ended the process."""
+    optimizer, x, y, losses = made(upper_optimizer=torch.optim.Adam)
+    if verb == "compiled":
+        optimizer.compile(backend="eager")
+    for _ in range(3):
+        optimizer.step(*losses)
+    calls = {
+        "run": lambda: optimizer.run(*losses, steps=2)[0],
+        "adapt": lambda: optimizer.adapt(losses[1])[0].sum(),
+        "check": lambda: bo.check_hypergradient(optimizer, *losses),
+        "suggest": lambda: bo.suggest([x], [y], *losses, max_seconds=5),
+        "compiled": lambda: optimizer.step(*losses),
+        "update": lambda: optimizer.step(),
+    }
+    call = calls.get(verb, lambda: getattr(optimizer, verb)(*losses))
+    before = x.detach().clone(), y.detach().clone()
+    with pytest.raises(RuntimeError, match=r"under the transforms of torch\.func .* call it outside"):
+        transform(lambda scale: scale * call())(torch.ones(3 if transform is torch.func.vmap else ()))
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
+    optimizer.step(*losses)
+
+
 def test_parameters_that_cannot_be_differentiated_or_have_no_values():
     with torch.inference_mode():
         x = torch.zeros(2, requires_grad=True)

@@ -72,7 +72,7 @@ class Spectrum:
             error = torch.zeros_like(self.values)
         else:
             generator = torch.Generator().manual_seed(0)
-            start = torch.randn(size, generator=generator, device="cpu").to(like)
+            start = torch.randn(size, generator=generator, dtype=like.dtype, device="cpu").to(like)
             self.values, _, error = lanczos(product, start, STEPS, goes_on)
         self.smallest, self.largest = float(self.values[0]), float(self.values[-1])
         self.uncertainty = float(max(error[0], error[-1]))

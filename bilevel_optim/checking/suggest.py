@@ -373,7 +373,8 @@ class _Measured:
 
     def _try_second_derivatives(self) -> str:
         """Return why differences of gradients are used (a product fails, or disagrees with them); else empty."""
-        v = torch.randn(self.y.numel(), generator=torch.Generator().manual_seed(1), device="cpu").to(self.y)
+        generator = torch.Generator().manual_seed(1)
+        v = torch.randn(self.y.numel(), generator=generator, dtype=self.y.dtype, device="cpu").to(self.y)
         step = torch.finfo(self.y.dtype).eps ** (1 / 3) * (1 + float(self.y.norm())) / float(v.norm())
         ends = [torch.stack(self._lower_each(self.y + sign * step * v)).mean(0) for sign in (1, -1)]
         along = (ends[0] - ends[1]) / (2 * step)

@@ -247,9 +247,10 @@ def smoothness(oracle: Oracle, contexts: Contexts, start: Vector, iterations: in
         iterations: number of products.
     """
     problem = stacked(oracle, start, shared_rng=True)
+    own = [contexts.counters.generator(POWER, i) for i in range(len(start))]
     v = Vector(
-        to_device(torch.randn(t.shape, generator=contexts.counters.generator(POWER, i), device="cpu"), t.device).to(t)
-        for i, t in enumerate(start)
+        to_device(torch.randn(t.shape, generator=generator, dtype=t.dtype, device="cpu"), t.device)
+        for generator, t in zip(own, start, strict=True)
     )
     norm = v.lane_norm()
     (head,) = contexts.heads(oracle, range(contexts.count), POWER)

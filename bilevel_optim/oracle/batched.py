@@ -24,6 +24,10 @@ CONVOLUTIONS = (
     "convolutions of this size are faster one by one on a CPU than in a batch, so a loop evaluates them; "
     "nothing needs to change"
 )
+ANOMALY = (
+    "torch's anomaly detection is on, and reads values in backward passes, so a loop evaluates what cannot be batched "
+    "then; a step without it batches again"
+)
 HOOKED = "a lower parameter has a hook, which is called for the gradient of one task at a time"
 Part = TypeVar("Part")
 
@@ -93,7 +97,9 @@ def run(
         else:  # then vmap was not the cause
             raise
     results = [alone(i) for i in range(n)]
-    if session.one_by_one:  # which is asked again in each step
+    if torch.is_anomaly_enabled():
+        session.looped = ANOMALY
+    elif session.one_by_one:  # which is asked again in each step
         session.looped = reason
     else:
         session.found.fallback = reason

@@ -183,7 +183,7 @@ class Point:
             loss = self.call(sample)
         else:
             loss = self._called(sample, features=features)
-        if not (isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex()):
+        if not (type(loss) is Tensor and loss.dim() == 0 and not loss.is_complex()):
             loss = as_scalar(loss, session.called(level))
         if not graph:
             loss = loss.detach()

@@ -536,7 +536,7 @@ def _groups(vector: Vector) -> list[list[int]]:
 def direction(like: Sequence[Tensor], seed: int) -> Vector:
     """Return a random unit vector from a generator of its own."""
     generator = torch.Generator().manual_seed(seed)
-    normal = Vector(torch.randn(t.shape, generator=generator, device="cpu").to(t) for t in like)
+    normal = Vector(torch.randn(t.shape, generator=generator, dtype=t.dtype, device="cpu").to(t) for t in like)
     return normal * float(1 / normal.norm())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import Gathered, wraps_for_ranks
@@ -507,7 +508,10 @@ def as_scalar(loss: Any, called: str) -> Tensor:
             f"the {called} is complex, but only real numbers can be minimised; return a real "
             "number, such as loss.abs() or loss.real"
         )
-    return loss if loss.dim() == 0 else loss.reshape(())
+    if type(loss) not in (Tensor, Parameter) and type(loss).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        loss = loss.as_subclass(Tensor)  # data of a subclass do not pass it on to gradients and state
+    scalar: Tensor = loss if loss.dim() == 0 else loss.reshape(())
+    return scalar
 
 
 def _itself(on: Any) -> Any:

@@ -55,6 +55,62 @@ def test_the_default_device_need_not_be_that_of_the_parameters(row, elsewhere):
     assert same(*ends)
 
 
+@each(("RTMLMC",))
+def test_the_default_type_need_not_be_that_of_the_parameters(row):
+    """The start of the power iteration, and with it the smoothness, was drawn in the default type."""
+    ends = []
+    for kind in (torch.float64, torch.float32):
+        torch.manual_seed(0)
+        problem = row.quadratic(tasks=True)
+        optimizer = row(problem.x, problem.y, short=True)
+        torch.set_default_dtype(kind)
+        problem.run(optimizer, 3)
+        torch.set_default_dtype(torch.float64)
+        ends.append(values(problem.x, problem.y))
+    assert same(*ends)
+
+
+@each(("AID-direct",))
+def test_anomaly_detection_leaves_no_loop_behind(row):
+    """A backward pass that looks for NaN cannot be batched; all later steps of the run were looped, too."""
+    ends = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        problem = row.quadratic()
+        optimizer = row(problem.x, problem.y, short=True)
+        problem.run(optimizer)
+        with torch.autograd.set_detect_anomaly(on):
+            problem.run(optimizer)
+        reason = optimizer.diagnostics.get("vectorize_fallback")
+        assert reason is None or (on and "anomaly detection is on" in reason)
+        problem.run(optimizer)
+        assert "vectorize_fallback" not in optimizer.diagnostics
+        ends.append(values(problem.x, problem.y))
+    for one, other in zip(*ends, strict=True):
+        close(one, other, 1e-12)
+
+
+class Labelled(torch.Tensor):
+    """A subclass that results of operations inherit."""
+
+
+@each(("AID", "F2SA", "SOBA", "PZOBO", "RAHGD", "MRBO", "GDA"))
+def test_data_of_a_subclass_leave_no_trace_in_gradients_and_state(row, tmp_path):
+    """A state with such tensors was not loaded by ``torch.load``, which knows only torch's own."""
+    ends = []
+    for kind in (torch.Tensor, Labelled):
+        problem = row.cleaning()
+        problem.X, problem.Xv = problem.X.as_subclass(kind), problem.Xv.as_subclass(kind)
+        optimizer = row(problem.x, problem.y, short=True)
+        loss = problem.run(optimizer, 2)
+        assert type(loss) is torch.Tensor
+        assert all(type(t.grad) in (torch.Tensor, type(None)) for t in problem.x)
+        torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+        optimizer.load_state_dict(torch.load(tmp_path / "state.pt"))
+        ends.append(values(problem.x, problem.y))
+    assert same(*ends)
+
+
 def test_checking_does_not_mind_the_default_device(elsewhere):
     x, y = (torch.full((2,), v, requires_grad=True) for v in (2.0, 0.0))
     optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=3)
