@@ -289,8 +289,10 @@ def page(records: dict[str, dict[str, dict[str, str]]]) -> str:
         "* *vmap*: `torch.func.vmap(grad)`, against one by one.",
         "* *library*: products of the library, which all methods with second derivatives use, before a step checks "
         "them.",
-        "* *tasks*: hypergradient of `AID` for two tasks at once, against the same one by one. Where the product is "
-        "wrong, *refused by library* is `DerivativeError` of this check, and *right* means equally wrong.",
+        "* *tasks*: hypergradient of `AID` for two tasks at once, against the same one by one. Where the library's "
+        "product is wrong, *refused by library* is `DerivativeError` of this check, and *right* means equally wrong.",
+        "* *its gradient* (gradient penalties): the loss takes the gradient of the operation in its input, so a product "
+        "needs its third derivatives.",
     ]  # fmt: skip
     if "compile" in columns:
         lines.append("* *compile*: hypergradient of a compiled step of `AID`, against the eager one.")
