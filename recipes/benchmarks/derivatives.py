@@ -291,8 +291,8 @@ def page(records: dict[str, dict[str, dict[str, str]]]) -> str:
         "them.",
         "* *tasks*: hypergradient of `AID` for two tasks at once, against the same one by one. Where the library's "
         "product is wrong, *refused by library* is `DerivativeError` of this check, and *right* means equally wrong.",
-        "* *its gradient* (gradient penalties): the loss takes the gradient of the operation in its input, so a product "
-        "needs its third derivatives.",
+        "* *its gradient* (gradient penalties): the loss takes the gradient of the operation in its input, so a "
+        "product needs its third derivatives.",
     ]  # fmt: skip
     if "compile" in columns:
         lines.append("* *compile*: hypergradient of a compiled step of `AID`, against the eager one.")
