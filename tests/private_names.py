@@ -196,12 +196,6 @@ NAMES = [
     Name("torch.overrides._pop_mode", "optimizer/transaction.py", "likewise", "likewise"),
     Name("torch._C._functorch.*", "optimizer/transaction.py", "the same for vmap", "likewise"),
     Name(
-        "torch._C._functorch.get_dynamic_layer_stack_depth",
-        "problem/parameters.py",
-        "a step under a transform of torch.func would leave the transform's tensors in parameters",
-        "a public way to ask whether a transform is on",
-    ),
-    Name(
         "torch._C._functorch.*",
         "oracle/stacks.py",
         "vmap goes through its arguments as nested values, in Python; its rules for linear layers and classes take ten "

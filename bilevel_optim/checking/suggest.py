@@ -16,6 +16,7 @@ from ..errors import GradcheckError
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import methods as known_methods
 from ..optimizer.hooks import explain_bad_call
+from ..optimizer.transaction import require_no_transform
 from ..oracle.buffers import Buffers, Kept
 from ..oracle.oracle import Oracle
 from ..oracle.session import EvaluationOptions, Session
@@ -235,6 +236,7 @@ def suggest(
         require_choice("methods", name, METHODS)
     require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0, SECONDS)
     require_gradients()
+    require_no_transform()
     clock = TimeLimit(max_seconds, "suggest")
     groups = as_groups(upper_params, "upper"), as_groups(lower_params, "lower")
     x, y = ([t for g in level for t in map(unnamed, g["params"]) if t.requires_grad] for level in groups)

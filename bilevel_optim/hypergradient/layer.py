@@ -120,6 +120,7 @@ def _solve(
     linear_steps: int,
     check_derivatives: bool,
 ) -> Any:
+    require_gradients()
     try:
         torch.zeros((), device="cpu").requires_grad_()
     except RuntimeError as error:
@@ -127,7 +128,6 @@ def _solve(
             "solve cannot be called under the transforms of torch.func (grad, jacrev, vmap, ...): use "
             "torch.autograd.grad or torch.autograd.functional, and for a batch of problems the sum of their losses"
         ) from error
-    require_gradients()
     xs, ys = _parts(x), Vector(_parts(y))
     for name, tensors in (("x", xs), ("y", ys)):
         for t in tensors:

@@ -106,6 +106,7 @@ from .transaction import (
     Transaction,
     Turn,
     recalled,
+    require_no_transform,
     spent_gradient,
     undo_of,
     writes_of,
@@ -347,6 +348,7 @@ class Method(Options, Optimizer, ABC):
     def _oracle(self, upper: Loss | None, lower: Loss | None = None, *, groups: Groups | None = None) -> Oracle:
         """Return the oracle of both losses at the current point; ``groups`` are the groups by level, if known."""
         require_gradients()
+        require_no_transform()
         f, g = self._objectives(upper, lower)
         self._run_state.buffers.expect((upper, lower))
         groups = groups or by_level(self.param_groups)
@@ -713,6 +715,7 @@ class Method(Options, Optimizer, ABC):
     def _update(self) -> None:
         """Update the upper parameters that have a ``.grad``."""
         require_gradients()  # a state that is made in inference mode could not be changed outside
+        require_no_transform()
         if initialises(self):
             if self._run_state.steps == 0:
                 self.state.update(initial_state(self, self._oracle_options.ranks))

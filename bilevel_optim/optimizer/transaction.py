@@ -52,6 +52,7 @@ __all__ = [
     "recalled",
     "remember",
     "remember_solver",
+    "require_no_transform",
     "set_gradients",
     "spent_gradient",
     "undo_of",
@@ -215,6 +216,15 @@ def _end_layers(depth: int) -> None:
         except RuntimeError:  # torch 2.11 ends the last level, then looks for another one
             if get_dynamic_layer_stack_depth() > depth:
                 raise
+
+
+def require_no_transform() -> None:
+    """Raise RuntimeError under a transform of functorch, whose tensors would stay in parameters and state."""
+    if get_dynamic_layer_stack_depth() and _in_transform():  # else an interrupt has left them on
+        raise RuntimeError(
+            "a step cannot be made under the transforms of torch.func (grad, jvp, vmap, ...), whose tensors end with "
+            "them: call it outside the function that is transformed, or solve the lower problem in it by plain steps"
+        )
 
 
 def _in_transform() -> bool:

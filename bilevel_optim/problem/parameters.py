@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_dynamic_layer_stack_depth
 from torch.nn.parameter import is_lazy
 
 from .vector import is_sharded
@@ -213,16 +212,11 @@ def require_usable(group: Mapping[str, Any]) -> None:
 
 
 def require_gradients() -> None:
-    """Raise RuntimeError where torch computes no gradients, or none that may be written into parameters."""
+    """Raise RuntimeError under ``torch.inference_mode()``, where torch computes no gradients."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "torch.inference_mode() is on, and then torch computes no gradients, which this call needs; leave the "
             "block before the call, or use torch.no_grad() instead, which does not disturb it"
-        )
-    if get_dynamic_layer_stack_depth():  # tensors of a transform would stay in parameters and state after its end
-        raise RuntimeError(
-            "a step cannot be made under the transforms of torch.func (grad, jvp, vmap, ...), whose tensors end with "
-            "them: call it outside the function that is transformed, or solve the lower problem in it by plain steps"
         )
 
 
