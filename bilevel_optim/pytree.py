@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar, dataclass_transform
 
 from torch import Tensor
@@ -11,7 +14,10 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, 
 from torch.utils._pytree import tree_leaves as leaves_by_torch
 
 __all__ = [
+    "attributes_of",
     "is_named_tuple",
+    "map_batch",
+    "parts_of",
     "replace",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -62,3 +68,36 @@ def _collected(value: Any, found: list[Any]) -> bool:
 
 
 _LEAVES, _SEQUENCES = {Parameter, int, float, bool, str, type(None)}, {tuple, list}
+
+
+def attributes_of(leaf: Any) -> dict[str, Any] | None:
+    """Return the attributes of a dataclass or namespace, which batches may be; None for other leaves."""
+    if type(leaf) is SimpleNamespace:
+        return dict(vars(leaf))
+    if isinstance(leaf, (Tensor, type)) or not is_dataclass(leaf):
+        return None
+    return {one.name: getattr(leaf, one.name) for one in fields(leaf) if hasattr(leaf, one.name)}
+
+
+def parts_of(batch: Any) -> list[Any]:
+    """Return the leaves of a batch, each dataclass or namespace followed by the leaves of its attributes."""
+    found: list[Any] = []
+    for leaf in tree_leaves(batch):
+        found.append(leaf)
+        found += [part for value in (attributes_of(leaf) or {}).values() for part in parts_of(value)]
+    return found
+
+
+def map_batch(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Apply a function to the leaves of a batch, as ``tree_map`` does, also in copies of its dataclasses."""
+
+    def one(leaf: Any) -> Any:
+        attributes = attributes_of(leaf)
+        if attributes is None:
+            return function(leaf)
+        twin = copy.copy(leaf)
+        for name, value in attributes.items():
+            object.__setattr__(twin, name, map_batch(function, value))  # the dataclass may be frozen
+        return twin
+
+    return tree_map(one, batch)

@@ -162,7 +162,7 @@ def _stored(tables: Sequence[_Rows]) -> dict[str, Any]:
     new: dict[str, Tensor] = {}
     writes: list[Write] = []
     for rows in [rows for rows in tables if rows.noted]:
-        ids, values = (torch.cat(parts) for parts in zip(*rows.noted, strict=True))
+        ids, values = (torch.cat(parts) for parts in zip(*reversed(rows.noted), strict=True))  # the last draw wins
         if rows.is_new:
             new[rows.name] = rows.table.index_copy(0, ids, values)
         else:

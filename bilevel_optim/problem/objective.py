@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..pytree import tree_leaves, tree_map
+from ..pytree import attributes_of, map_batch, parts_of
 from ..tracing import is_tracing, span
 from .random import RandomState, default_state, generators_of, preserve_rng, set_states, states_of
 
@@ -44,7 +44,8 @@ class Objective:
     Args:
         loss: callable that returns a scalar tensor. It reads the live parameters, and must not call ``backward``.
         data: any iterable that can be iterated more than once: a ``DataLoader``, a list of batches, but no iterator.
-            Default: none.
+            Its batches are of any type. If it writes the next batch into the tensors of the last one, these must be in
+            tuples, lists, dicts or dataclasses. Default: none.
         features: the part of the loss that does not depend on the lower parameters, a callable with the arguments that
             the loss would have. The loss is then called with its result alone: ``loss(features(batch))``. For
             derivatives in y alone, methods evaluate it without a graph, and once for all steps at one x on one batch:
@@ -229,7 +230,7 @@ class Objective:
         """Return a copy of a batch, for data that may overwrite it to make the next one."""
         mark = _mark((batch,))
         if self._last is None or not _same(self._last[0], mark):
-            self._last = mark, tree_map(_copied, batch)
+            self._last = mark, map_batch(_copied, batch)
         return self._last[1]
 
     def _moved(self, batch: Any) -> Any:
@@ -237,7 +238,7 @@ class Objective:
         device, quickly = self.device, self.non_blocking
         if device is None:
             return batch
-        return tree_map(lambda t: t.to(device, non_blocking=quickly) if isinstance(t, Tensor) else t, batch)
+        return map_batch(lambda t: t.to(device, non_blocking=quickly) if isinstance(t, Tensor) else t, batch)
 
     def _of_list(self, data: Sequence[Any], times: int) -> list[Any]:
         """Return the next batches of a list, which needs no iterator: they are those from the position on."""
@@ -455,7 +456,7 @@ def _batches_of(data: Any) -> int | None:
 
 def _mark(arguments: tuple[Any, ...]) -> list[tuple[Any, int]]:
     """Return the parts of a batch, each with its number of in-place writes (-1 if unknown)."""
-    return [*((part, 0) for part in arguments), *((leaf, version_of(leaf)) for leaf in tree_leaves(arguments))]
+    return [*((part, 0) for part in arguments), *((leaf, version_of(leaf)) for leaf in parts_of(arguments))]
 
 
 def version_of(leaf: Any) -> int:
@@ -646,7 +647,7 @@ def note_batch(sample: Sample, error: Exception) -> None:
     """Add the name of the loss and the contents of its batch to an error that it raised."""
     if not sample.arguments or getattr(error, "__notes__", None):
         return
-    leaves = [*map(_kind_of, tree_leaves(sample.arguments[0]))]
+    leaves = [*map(_kind_of, parts_of(sample.arguments[0]))]
     parts = f"{len(leaves)} parts: " if len(leaves) > 1 else ""
     more = ", ..." if len(leaves) > 5 else ""
     error.add_note(f"This was in the loss {_name_of(sample)}, on a batch of {parts}{', '.join(leaves[:5])}{more}.")
@@ -662,7 +663,7 @@ def require_placed(sample: Sample, device: torch.device, error: RuntimeError) ->
     """After an error of a loss, raise one that says what to do if its batch is not on the parameters' device."""
     if not any(words in str(error) for words in MIXED):
         return
-    leaves = [leaf for leaf in tree_leaves(sample.arguments) if isinstance(leaf, Tensor) and leaf.device != device]
+    leaves = [leaf for leaf in parts_of(sample.arguments) if isinstance(leaf, Tensor) and leaf.device != device]
     if leaves:
         name = _name_of(sample)
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves[:3])
@@ -678,12 +679,13 @@ def require_placed(sample: Sample, device: torch.device, error: RuntimeError) ->
 def batch_kept(sample: Sample) -> Generator[None]:
     """Restore the sample's batch and raise if the block, an evaluation of the sample, writes into it."""
     arguments = sample.arguments
-    leaves = tree_leaves(arguments)
+    leaves = parts_of(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
     before_call = [(t, t._version, t.detach().clone()) for t in tensors]
-    entries = [(part, part.copy()) for part in arguments if type(part) in (dict, list)]
+    entries = [(part, part.copy()) for part in _containers(arguments)]
+    objects = [(part, attributes_of(part)) for part in leaves]
     yield
-    after = tree_leaves(arguments)
+    after = parts_of(arguments)
     replaced = len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True))
     written = [(t, value) for t, version, value in before_call if t._version != version]
     if not (replaced or written):
@@ -694,6 +696,9 @@ def batch_kept(sample: Sample) -> Generator[None]:
     for part, before in entries if replaced else ():
         part.clear()
         part.update(before) if isinstance(part, dict) else part.extend(before)
+    for part, attributes in objects if replaced else ():
+        for attribute, value in (attributes or {}).items():
+            object.__setattr__(part, attribute, value)
     name = _name_of(sample)
     what = f"a tensor of shape {tuple(written[0][0].shape)}" if written else "it replaces an entry"
     raise ValueError(
@@ -701,6 +706,16 @@ def batch_kept(sample: Sample) -> Generator[None]:
         "several times, and data in memory are used again in the next pass. Work on a copy, batch.clone(), or replace "
         "in-place operations (add_, clamp_, batch[...] = ...) by out-of-place ones (add, clamp)"
     )
+
+
+def _containers(value: Any) -> list[Any]:
+    """Return the dicts and lists of a nested value, which may be written into."""
+    if not isinstance(value, (dict, list, tuple)):
+        attributes = attributes_of(value)
+        return [] if attributes is None else _containers((*attributes.values(),))
+    parts = value.values() if isinstance(value, dict) else value
+    own = [] if isinstance(value, tuple) else [value]
+    return own + [found for part in parts for found in _containers(part)]
 
 
 def _name_of(sample: Sample) -> str:

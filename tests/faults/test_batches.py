@@ -1,9 +1,12 @@
 """A loss that writes into its batch is refused by name at the first step, and nothing has changed then."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import bilevel_optim as bo
+from bilevel_optim.pytree import parts_of
 
 from ..problems import same, seeded, values
 from ..registry import each
@@ -23,6 +26,19 @@ def by_index(batch):
 def into_a_dict(batch):
     batch["data"] = batch["data"] + 1
     return batch["data"]
+
+
+def into_a_nested_dict(batch):
+    return into_a_dict(batch[1]["parts"][0])
+
+
+def into_an_object(batch):
+    batch.data = batch.data + 1
+    return batch.data
+
+
+def into_its_tensor(batch):
+    return batch.data.add_(1)
 
 
 def problem(write, level, *, kind=bo.Objective, data=None, features=False):
@@ -70,13 +86,23 @@ def test_the_same_holds_with_tasks(cls, vectorize):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(("write", "data"), [(by_index, X), (into_a_dict, {"data": X})])
-def test_however_it_writes(write, data, accumulate):
-    batches = [data.copy() if isinstance(data, dict) else data.clone() for _ in range(2)]
+@pytest.mark.parametrize(
+    ("write", "form"),
+    [
+        (by_index, torch.clone),
+        (into_a_dict, lambda t: {"data": t}),
+        (into_a_nested_dict, lambda t: (0, {"parts": [{"data": t}]})),
+        (into_an_object, lambda t: SimpleNamespace(data=t)),
+        (into_its_tensor, lambda t: SimpleNamespace(data=t)),
+    ],
+)
+def test_however_it_writes(write, form, accumulate):
+    batches = [form(X.clone()) for _ in range(2)]
     x, y, losses = problem(write, "lower", data=batches)
     losses = losses[0], bo.Objective(losses[1].loss, batches, accumulate=accumulate)
     optimizer = bo.F2SA([x], [y], lr=0.1, lower_lr=0.01, lower_steps=2)
     with pytest.raises(ValueError, match="the loss lower_loss writes into its batch"):
         optimizer.step(*losses)
-    kept = [batch["data"] if isinstance(batch, dict) else batch for batch in batches]
-    assert all(torch.equal(batch, X) for batch in kept)
+    kept = [leaf for leaf in parts_of(batches) if torch.is_tensor(leaf)]
+    assert len(kept) == 2
+    assert all(torch.equal(leaf, X) for leaf in kept)

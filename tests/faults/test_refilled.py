@@ -1,5 +1,8 @@
 """Data that write each batch into the tensors of one before, as prefetchers do: the same steps as with new tensors."""
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -34,9 +37,27 @@ class Arrays:
             yield buffer
 
 
+@dataclass(frozen=True)
+class Rows:
+    """A batch that is no tuple, list or dict."""
+
+    rows: object
+    name: str = ""
+
+
+class OneObject:
+    """Batches in one object, whose attribute is replaced."""
+
+    def __iter__(self):
+        batch = SimpleNamespace(rows=None)
+        for batch.rows in ROWS:
+            yield batch
+
+
 def tensor_of(batch):
     while not isinstance(batch, (torch.Tensor, np.ndarray)):
-        batch = batch["rows"] if isinstance(batch, dict) else batch[0]
+        batch = {"rows": batch.rows} if hasattr(batch, "rows") else batch
+        batch = batch["rows"] if isinstance(batch, dict) else batch[-1] if isinstance(batch[0], int) else batch[0]
     return torch.as_tensor(batch)
 
 
@@ -109,11 +130,23 @@ def test_captured_steps_are_those_with_new_tensors(name, at_once):
         lambda: Refilled(made=lambda rows: rows.detach()),
         lambda: DataLoader(TensorDataset(ROWS), batch_size=None),
         Arrays,
+        lambda: Refilled(made=Rows),
+        lambda: Refilled(made=lambda rows: (1, Rows([rows]))),
+        OneObject,
     ],
-    ids=["dict", "tuple", "view", "loader", "arrays"],
+    ids=["dict", "tuple", "view", "loader", "arrays", "dataclass", "dataclass in a tuple", "one object"],
 )
-def test_batches_of_any_form(data):
-    assert torch.equal(ends("StocBiO", data), ends("StocBiO", lambda: [*ROWS]))
+@pytest.mark.parametrize("features", [False, True])
+def test_batches_of_any_form(data, features):
+    assert torch.equal(ends("StocBiO", data, features), ends("StocBiO", lambda: [*ROWS], features))
+
+
+def test_tensors_of_a_dataclass_are_moved():
+    batch = Rows([ROWS[0], None], "first")
+    moved = bo.Objective(torch.sum, [batch], device="meta").draw().batch
+    assert (moved.rows[0].device.type, moved.rows[1], moved.name) == ("meta", None, "first")
+    assert batch.rows[0] is not moved.rows[0]
+    assert batch.rows[0].device.type == "cpu"
 
 
 def test_samples_of_several_batches():

@@ -248,3 +248,34 @@ def test_sampler_may_grow(name, compiled):
     torch.testing.assert_close(*runs, rtol=1e-10, atol=1e-10)  # compiled steps round differently
     assert len(rows) == 5
     assert not rows.isnan().any()
+
+
+class Places(bo.TensorTasks):
+    """Tasks whose data depend on the place in the step, so that one task may have several."""
+
+    def __init__(self, ids):
+        super().__init__(TARGETS.unsqueeze(1))
+        self.ids = torch.tensor(ids)
+
+    def sample(self, n, generator):
+        return self.ids
+
+    def lower(self, tasks, n, generator):
+        return super().lower(torch.arange(len(tasks)), n, generator)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("name", ["AID", "BOME", "F2SA", "PZOBO"])
+def test_a_task_drawn_several_times_in_a_step_goes_on_where_its_last_draw_ended(name, steps):
+    """`BOME` solves the tasks one by one, the others together."""
+    options = {"lr": 0.0, "lower_lr": 0.5, "lower_steps": 1, "tasks_per_step": 4, "task_memory": True}
+    options |= {"warm_start": True, "generator": seeded(0)}
+
+    def rows(ids):
+        _, x, y, upper, lower, _ = made("AID")
+        optimizer = getattr(bo, name)([x], y, **options)
+        for _ in range(steps):
+            optimizer.step(upper, lower, tasks=Places(ids))
+        return table(optimizer, y)
+
+    assert torch.equal(rows([0, 1, 0, 0])[:2], rows([0, 1, 2, 3])[[3, 1]])
