@@ -75,6 +75,12 @@ NAMES = [
         "nothing, once torch's derivative is right",
     ),
     Name(
+        '"_autograd_grad"',
+        "compiled/rewrites.py",
+        "the gradient of torch.func in a graph of Dynamo, by its name",
+        "nothing, once torch's third derivative of layer norms is right",
+    ),
+    Name(
         "torch._weight_norm",
         "oracle/differentiable.py",
         "the fused operation, whose second derivative is wrong, is known by it",

@@ -143,5 +143,5 @@ def resnet12(channels: int, size: int, statistics: str = "batch", width: int = 6
     return Body(layers, channels, size, gain=10.0)
 
 
-# As in the papers, steps on 64 filters are as long as on 32, whose features have half the squared norm.
+# Adaptation takes the same steps with 64 filters as with 32, as in MAML's paper.
 BACKBONES: dict[str, Callable[..., Body]] = {"cnn4": cnn4, "cnn4-64": partial(cnn4, width=64), "resnet12": resnet12}
