@@ -19,7 +19,12 @@ __all__ = ["OptionsKey", "Rates", "has_one_key"]
 
 PLAIN = (bool, int, float, str, tuple, type(None))
 NOT_IN_KEY = ("lr", "initial_lr", "params", "param_names", OWN)  # entries of a group; learning rates are tensors
-HOOKS = (module._global_forward_hooks, module._global_forward_pre_hooks)  # for all modules; Dynamo has no guard on them
+HOOKS = (  # for all modules; Dynamo has no guard on them
+    module._global_forward_hooks,
+    module._global_forward_pre_hooks,
+    module._global_backward_hooks,
+    module._global_backward_pre_hooks,
+)
 _ATTRIBUTES = attrgetter("requires_grad", "_backward_hooks")
 
 

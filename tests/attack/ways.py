@@ -364,6 +364,20 @@ def hook_for_all_modules(x, y):
     return loss, change
 
 
+def backward_hook_for_all_modules(x, y):
+    net, handles = nn.Tanh(), []
+
+    def change():
+        hook = lambda own, before, after: (before[0] / 2,)  # noqa: E731
+        handles.append(nn.modules.module.register_module_full_backward_hook(hook))
+
+    def loss():
+        return base(x, y) + net(y * x).sum()
+
+    loss.undo = lambda: [handle.remove() for handle in handles]
+    return loss, change
+
+
 def state_loaded(x, y):
     net = nn.Linear(3, 3).requires_grad_(False)
     other = {name: 0.9 * value for name, value in net.state_dict().items()}
@@ -499,7 +513,7 @@ NEW = [
     other_layout, other_size, method_replaced, class_replaced, code_replaced, function_of_a_module_replaced, tied_later,
     buffer_registered_again, trained_later, unparametrised, dropout_switched_off, rate_of_dropout,
     momentum_of_a_normalisation, subset_of_indices, boolean_mask, mean_of_some, own_batch, sparse_matrix,
-    loss_of_a_schedule,
+    loss_of_a_schedule, backward_hook_for_all_modules,
 ]  # fmt: skip
 OLD = [
     known.trained_later, known.evaluated_later, known.child_of_a_class, known.child_of_a_module,
