@@ -15,7 +15,12 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
+from torch._C._functorch import (
+    TransformType,
+    get_dynamic_layer_stack_depth,
+    get_interpreter_stack,
+    pop_dynamic_layer_stack_and_undo_to_depth,
+)
 from torch.overrides import _pop_mode
 
 from ..errors import require_uninterrupted
@@ -219,12 +224,16 @@ def _end_layers(depth: int) -> None:
 
 
 def require_no_transform() -> None:
-    """Raise RuntimeError under a transform of functorch, whose tensors would stay in parameters and state."""
-    if get_dynamic_layer_stack_depth() and _in_transform():  # else an interrupt has left them on
+    """Raise RuntimeError under ``torch.func.grad`` and ``jvp``, whose tensors would stay in parameters and state."""
+    levels = get_interpreter_stack() or ()  # an interrupt may have left some on
+    if any([level.key() in _WRAPPING for level in levels]) and _in_transform():
         raise RuntimeError(
-            "a step cannot be made under the transforms of torch.func (grad, jvp, vmap, ...), whose tensors end with "
-            "them: call it outside the function that is transformed, or solve the lower problem in it by plain steps"
+            "a step cannot be made under torch.func.grad, jvp and their relatives, whose tensors end with them: call "
+            "it outside the function that is transformed, or solve the lower problem in it by plain steps"
         )
+
+
+_WRAPPING = (TransformType.Grad, TransformType.Jvp)  # all results are their tensors, under vmap only those of stacks
 
 
 def _in_transform() -> bool:
