@@ -72,6 +72,7 @@ QUEUE = {
     "mnist": Job(papers.main, 5, "run 000-mnist"),
     "omniglot-5-seeds": Job(compare.main, 3.1, f"{OMNIGLOT} --seeds 3 --best 5 {LEARNERS}", "omniglot"),
     "omniglot-5-imaml": Job(compare.main, 1.5, f"{OMNIGLOT} --seeds 1 --learners imaml", "omniglot"),
+    "omniglot-5-64": Job(compare.main, 1, f"--backbone cnn4-64 {OMNIGLOT} --seeds 1 --learners fomaml", "omniglot"),
     "omniglot-20": Job(
         compare.main, 6.2, f"--way 20 {OMNIGLOT} --seeds 1 --learners protonet ridge anil aid maml", "omniglot"
     ),
