@@ -38,8 +38,8 @@ NAMES = [
     Name("._post_accumulate_grad_hooks", "oracle/hooks.py", "a step would never call these", "likewise"),
     Name(
         "torch.nn.modules.module._global_backward_*hooks",
-        "oracle/hooks.py",
-        "hooks on all modules, which vmap does not call",
+        "compiled/key.py oracle/hooks.py",
+        "hooks on all modules, which vmap does not call and Dynamo does not guard",
         "likewise",
     ),
     Name(
