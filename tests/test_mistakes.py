@@ -547,7 +547,7 @@ def test_a_call_in_inference_mode_names_it(verb):
 @pytest.mark.parametrize(
     "verb", ["step", "backward", "propose", "run", "adapt", "check", "suggest", "compiled", "update"]
 )
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # torch's own, in forward mode
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, in forward mode
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd], ids=["grad", "jacfwd"])
 def test_a_call_under_a_transform_names_it(verb, transform):
     """Tensors of the transform stayed in the parameters, and the next step ended the process."""
