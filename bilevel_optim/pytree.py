@@ -79,25 +79,34 @@ def attributes_of(leaf: Any) -> dict[str, Any] | None:
     return {one.name: getattr(leaf, one.name) for one in fields(leaf) if hasattr(leaf, one.name)}
 
 
-def parts_of(batch: Any) -> list[Any]:
-    """Return the leaves of a batch, each dataclass or namespace followed by the leaves of its attributes."""
+def parts_of(batch: Any, seen: set[int] | None = None) -> list[Any]:
+    """Return the leaves of a batch; those of the attributes of a dataclass or namespace follow it, the first time."""
     found: list[Any] = []
+    seen = set() if seen is None else seen
     for leaf in tree_leaves(batch):
         found.append(leaf)
-        found += [part for value in (attributes_of(leaf) or {}).values() for part in parts_of(value)]
+        attributes = attributes_of(leaf)
+        if attributes and id(leaf) not in seen:
+            seen.add(id(leaf))
+            found += parts_of([*attributes.values()], seen)
     return found
 
 
-def map_batch(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Apply a function to the leaves of a batch, as ``tree_map`` does, also in copies of its dataclasses."""
+def map_batch(function: Callable[[Any], Any], batch: Any, twins: dict[int, Any] | None = None) -> Any:
+    """Apply a function to the leaves of a batch, as ``tree_map`` does, also in copies of its dataclasses.
+
+    ``twins``: the copies made before, by id; an object may refer to itself.
+    """
+    known = {} if twins is None else twins
 
     def one(leaf: Any) -> Any:
         attributes = attributes_of(leaf)
         if attributes is None:
             return function(leaf)
-        twin = copy.copy(leaf)
-        for name, value in attributes.items():
-            object.__setattr__(twin, name, map_batch(function, value))  # the dataclass may be frozen
-        return twin
+        if id(leaf) not in known:
+            known[id(leaf)] = twin = copy.copy(leaf)
+            for name, value in attributes.items():
+                object.__setattr__(twin, name, map_batch(function, value, known))  # the dataclass may be frozen
+        return known[id(leaf)]
 
     return tree_map(one, batch)

@@ -708,14 +708,17 @@ def batch_kept(sample: Sample) -> Generator[None]:
     )
 
 
-def _containers(value: Any) -> list[Any]:
-    """Return the dicts and lists of a nested value, which may be written into."""
-    if not isinstance(value, (dict, list, tuple)):
-        attributes = attributes_of(value)
-        return [] if attributes is None else _containers((*attributes.values(),))
-    parts = value.values() if isinstance(value, dict) else value
-    own = [] if isinstance(value, tuple) else [value]
-    return own + [found for part in parts for found in _containers(part)]
+def _containers(arguments: tuple[Any, ...]) -> list[Any]:
+    """Return the dicts and lists of a batch, which may be written into."""
+    parts = [*arguments, *(value for leaf in parts_of(arguments) for value in (attributes_of(leaf) or {}).values())]
+    found: list[Any] = []
+    while parts:
+        part = parts.pop()
+        if isinstance(part, (dict, list)):
+            found.append(part)
+        if isinstance(part, (dict, list, tuple)):
+            parts += part.values() if isinstance(part, dict) else part
+    return found
 
 
 def _name_of(sample: Sample) -> str:

@@ -149,6 +149,17 @@ def test_tensors_of_a_dataclass_are_moved():
     assert batch.rows[0].device.type == "cpu"
 
 
+def test_a_batch_may_refer_to_itself():
+    first, second = SimpleNamespace(rows=ROWS[0]), SimpleNamespace(rows=[ROWS[1]])
+    first.other, second.other = second, [first]
+    moved = bo.Objective(torch.sum, [first], device="meta").draw().batch
+    assert moved.other.other[0] is moved is not first
+    assert moved.rows.device.type == moved.other.rows[0].device.type == "meta"
+    x, y = torch.ones(3).requires_grad_(), torch.zeros(3).requires_grad_()
+    lower = bo.Objective(lambda batch: (batch.other.other[0].rows.mean() * y - x).square().sum(), [first])
+    bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1).step(lambda: (y - 1).square().sum(), lower)
+
+
 def test_samples_of_several_batches():
     expected = ends("AID", lambda: [*ROWS], accumulate=2)
     assert torch.equal(ends("AID", Refilled, accumulate=2), expected)

@@ -64,8 +64,10 @@ def test_the_default_type_need_not_be_that_of_the_parameters(row):
         problem = row.quadratic(tasks=True)
         optimizer = row(problem.x, problem.y, short=True)
         torch.set_default_dtype(kind)
-        problem.run(optimizer, 3)
-        torch.set_default_dtype(torch.float64)
+        try:
+            problem.run(optimizer, 3)
+        finally:
+            torch.set_default_dtype(torch.float64)
         ends.append(values(problem.x, problem.y))
     assert same(*ends)
 
