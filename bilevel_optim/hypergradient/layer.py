@@ -147,7 +147,9 @@ def _solve(
     if check_derivatives:
         with _no_hooks():
             _check(problem, [t.detach() for t in xs], found, any([t.requires_grad for t in xs]))
-    results: tuple[Tensor, ...] = _Implicit.apply(problem, *xs, *found)
+    # Aliases, because an optimizer whose loss calls solve puts values in place of its parameters in torch's calls only.
+    own = [t.view_as(t) if t.requires_grad and t.layout is torch.strided else t for t in xs]
+    results: tuple[Tensor, ...] = _Implicit.apply(problem, *own, *found)
     return results[0] if isinstance(y, Tensor) else results
 
 
