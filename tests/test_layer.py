@@ -910,6 +910,19 @@ def test_transforms_of_torch_func_are_refused_with_the_cure(transform):
         transform(norm)(torch.ones(2, 2) if transform is torch.func.vmap else torch.ones(2))
 
 
+def test_batched_gradients_are_refused_with_the_cure():
+    x = torch.ones(2, requires_grad=True)
+
+    def layer(x):
+        return bo.solve(lambda x, y: (y - x.square()).square().sum(), x, torch.zeros(2))
+
+    torch.testing.assert_close(torch.autograd.functional.jacobian(layer, x), 2 * torch.eye(2))
+    with pytest.raises(RuntimeError, match="one gradient at a time"):
+        torch.autograd.functional.jacobian(layer, x, vectorize=True)
+    with pytest.raises(RuntimeError, match="one gradient at a time"):
+        torch.autograd.grad(layer(x), x, torch.eye(2), is_grads_batched=True)
+
+
 def test_an_error_of_the_users_own_transform_is_passed_on():
     """Its text speaks of functorch too."""
 

@@ -542,7 +542,13 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, problem: _Problem, transposed: bool, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        b = Vector(tensors[:n]).detach()
+        try:
+            b = Vector(tensors[:n]).detach()
+        except RuntimeError as error:  # torch batches only operations without views
+            raise RuntimeError(
+                "solve takes one gradient at a time: leave out is_grads_batched=True of torch.autograd.grad, and "
+                "vectorize=True of torch.autograd.functional"
+            ) from error
         xs, ys = Vector(tensors[n : n + problem.split]).detach(), tensors[n + problem.split :]
         with torch.enable_grad():
             system = _System(problem, xs, ys)
