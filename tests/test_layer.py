@@ -102,6 +102,26 @@ def test_a_third_level():
     torch.testing.assert_close(x.grad, -2 * x.detach() / (1 + x.detach().square()).square())
 
 
+def test_a_third_level_whose_x_are_parameters_with_tasks_and_copies():
+    """As above, with z = argmin (z - t x y)^2: y = 1 / (1 + t^2 x^2)."""
+    x, y = torch.tensor(0.7, requires_grad=True), torch.tensor(0.0, requires_grad=True)
+    t = torch.tensor([[1.0], [2.0]])
+
+    def lower(t):
+        z = bo.solve(lambda x, z: (z - t * x[0] * x[1]).square().sum(), (x, y), torch.tensor(0.0))
+        return (y - 1).square() + z.square()
+
+    slope = -2 * t * t * x.detach() / (1 + (t * x.detach()).square()).square()
+    optimizer = bo.AID([x], [y], lr=1.0, lower_lr=0.2, lower_steps=60)
+    optimizer.backward(lambda _: y + 0 * x, lower, tasks=bo.TensorTasks(t, t))
+    torch.testing.assert_close(x.grad, slope.mean())
+    y.data.zero_()
+    optimizer = bo.F2SA([x], [y], lr=1.0, lower_lr=0.3, lower_steps=40, order=4, nu=1e-2, normalize=False)
+    with warnings.catch_warnings(action="error"):
+        optimizer.backward(lambda: y + 0 * x, lambda: lower(t[0]))
+    torch.testing.assert_close(x.grad, slope[0, 0], rtol=1e-6, atol=0)
+
+
 def test_a_saddle_is_a_stationary_point_too_and_a_solver_of_ones_own_is_used():
     x, asked = torch.tensor([1.5], requires_grad=True), []
 
@@ -888,6 +908,19 @@ def test_transforms_of_torch_func_are_refused_with_the_cure(transform):
 
     with pytest.raises(RuntimeError, match=r"torch\.autograd\.functional"):
         transform(norm)(torch.ones(2, 2) if transform is torch.func.vmap else torch.ones(2))
+
+
+def test_batched_gradients_are_refused_with_the_cure():
+    x = torch.ones(2, requires_grad=True)
+
+    def layer(x):
+        return bo.solve(lambda x, y: (y - x.square()).square().sum(), x, torch.zeros(2))
+
+    torch.testing.assert_close(torch.autograd.functional.jacobian(layer, x), 2 * torch.eye(2))
+    with pytest.raises(RuntimeError, match="one gradient at a time"):
+        torch.autograd.functional.jacobian(layer, x, vectorize=True)
+    with pytest.raises(RuntimeError, match="one gradient at a time"):
+        torch.autograd.grad(layer(x), x, torch.eye(2), is_grads_batched=True)
 
 
 def test_an_error_of_the_users_own_transform_is_passed_on():

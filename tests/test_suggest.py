@@ -250,6 +250,17 @@ def test_trials_with_tasks_make_as_many_steps_as_those_without(count):
     assert outcome.steps == math.ceil(200 * min(count, 8) / (each * count))
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_a_trial_may_diverge_under_anomaly_detection():
+    x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+    losses = bo.Objective(lambda: -(9 - y).sqrt().sum() + x.exp().sum()), bo.Objective(lambda: (y + x).square().sum())
+    trials = Trials([x, y], *losses, None, lambda: True)
+    with torch.autograd.detect_anomaly():
+        outcome = trials.run(lambda: bo.AID([x], [y], lr=100.0, lower_lr=0.3, lower_steps=3), 200)
+        assert torch.is_anomaly_enabled()
+    assert "not finite" in outcome.reason
+
+
 def test_a_product_with_second_derivatives_costs_two_gradients():
     x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
     curvatures = torch.tensor([1.0, 3.0])

@@ -98,7 +98,12 @@ class Trials:
             with torch.no_grad():
                 Vector(self.tensors).detach().copy_(self._start)
             torch.set_rng_state(self._random)
-            with FILTERS, warnings.catch_warnings(record=True) as caught, Kept(Buffers()):
+            with (
+                torch.autograd.set_detect_anomaly(False),  # trials may diverge
+                FILTERS,
+                warnings.catch_warnings(record=True) as caught,
+                Kept(Buffers()),
+            ):
                 warnings.simplefilter("always")
                 yield warning_texts
             warning_texts += dict.fromkeys(str(one.message) for one in caught)

@@ -147,7 +147,9 @@ def _solve(
     if check_derivatives:
         with _no_hooks():
             _check(problem, [t.detach() for t in xs], found, any([t.requires_grad for t in xs]))
-    results: tuple[Tensor, ...] = _Implicit.apply(problem, *xs, *found)
+    # Aliases, because an optimizer whose loss calls solve puts values in place of its parameters in torch's calls only.
+    own = [t.view_as(t) if t.requires_grad and t.layout is torch.strided else t for t in xs]
+    results: tuple[Tensor, ...] = _Implicit.apply(problem, *own, *found)
     return results[0] if isinstance(y, Tensor) else results
 
 
@@ -540,7 +542,13 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, problem: _Problem, transposed: bool, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        b = Vector(tensors[:n]).detach()
+        try:
+            b = Vector(tensors[:n]).detach()
+        except RuntimeError as error:  # torch batches only operations without views
+            raise RuntimeError(
+                "solve takes one gradient at a time: leave out is_grads_batched=True of torch.autograd.grad, and "
+                "vectorize=True of torch.autograd.functional"
+            ) from error
         xs, ys = Vector(tensors[n : n + problem.split]).detach(), tensors[n + problem.split :]
         with torch.enable_grad():
             system = _System(problem, xs, ys)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.func import vmap
 from torch.nn.modules import module
 
@@ -15,6 +16,7 @@ from ..problem.vector import Vector
 
 __all__ = ["any_hooks", "called_once", "on_copies", "on_lanes", "require_callable", "why_one_by_one"]
 
+_OF_MANY = register_multi_grad_hook.__code__.co_filename  # of the hooks that it puts on each tensor
 _GLOBAL = (module._global_backward_hooks, module._global_backward_pre_hooks)
 
 
@@ -24,7 +26,7 @@ def any_hooks(tensors: Sequence[Tensor]) -> bool:
 
 
 def require_callable(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> None:
-    """Raise if a hook would never be called, because no ``.grad`` is accumulated in a step."""
+    """Raise if a hook would never be called, because a step makes no ``backward()`` that accumulates in ``.grad``."""
     for i, t in enumerate(tensors):
         if t._post_accumulate_grad_hooks:
             raise ValueError(
@@ -32,6 +34,13 @@ def require_callable(tensors: Sequence[Tensor], names: Callable[[], Sequence[str
                 "(register_post_accumulate_grad_hook), but a step accumulates none, so it would never be called: use "
                 "register_hook, or change x.grad between backward() and step()"
             )
+        for hook in [*(t._backward_hooks or {}).values()]:
+            if getattr(getattr(hook, "__code__", None), "co_filename", None) == _OF_MANY:
+                raise ValueError(
+                    f"parameter {names()[i]} has a hook that waits for the gradients of several tensors "
+                    "(register_multi_grad_hook), but a step differentiates by torch.autograd.grad, where torch cannot "
+                    "call it: use register_hook"
+                )
 
 
 def why_one_by_one(modules: Collection[nn.Module]) -> str:

@@ -95,6 +95,23 @@ def test_a_hook_on_accumulated_gradients_is_refused():
             optimizer.step(upper, lower)
 
 
+@pytest.mark.parametrize("mode", ["all", "any"])
+@pytest.mark.parametrize("tasks", [False, True])
+def test_a_hook_on_several_gradients_is_refused(tasks, mode):
+    for which in (0, 1):
+        x, y, upper, lower = problem_with_hooks()
+        calls = []
+        hook = torch.autograd.graph.register_multi_grad_hook([(x, y)[which]], calls.append, mode=mode)
+        optimizer = bo.AID([x], [y], lr=0.1, lower_steps=1)
+        given = {"tasks": bo.TensorTasks(torch.ones(2, 1, 1))} if tasks else {}
+        losses = (lambda _: upper(), lambda _: lower()) if tasks else (upper, lower)  # noqa: B023
+        with pytest.raises(ValueError, match="gradients of several tensors"):
+            optimizer.step(*losses, **given)
+        hook.remove()
+        optimizer.step(*losses, **given)
+        assert not calls
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # torch 2.11
 @pytest.mark.parametrize("tasks", [False, True])
 @pytest.mark.parametrize("where", ["module", "all", "later"])
