@@ -11,9 +11,9 @@ from pathlib import Path
 
 import docstrings
 import torch
+from method_tables import COLUMNS
 
 import bilevel_optim as bo
-from bilevel_optim.methods.table import COLUMNS
 from bilevel_optim.optimizer.declaration import REGISTRY, MethodInfo, methods
 
 ROOT = Path(__file__).parents[2]

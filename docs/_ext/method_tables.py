@@ -1,6 +1,6 @@
 """Tables of the methods for the documents, built from the methods' declarations.
 
-    python -m bilevel_optim.methods.table docs/methods.md
+    python docs/_ext/method_tables.py docs/methods.md
 
 replaces the text between ``<!-- methods: begin -->`` and ``<!-- methods: end -->``.
 """
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ..optimizer.declaration import FAMILIES, REGISTRY, MethodInfo
+from bilevel_optim.optimizer.declaration import FAMILIES, REGISTRY, MethodInfo
 
 __all__ = ["rewritten", "table"]
 
