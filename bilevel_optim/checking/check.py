@@ -143,8 +143,8 @@ def check_hypergradient(
             with differences of the solved problem along two directions. Default: ``"auto"``.
         directions: directions of ``"differences"``; the norm of the bias is then an estimate. Default: 16.
         max_seconds: time limit for further directions and further repeats. If there is no reference by then,
-            or one along some directions only, the verdict is ``"inconclusive"``. Above five seconds a bar on the
-            terminal shows the progress. Default: no limit.
+            or one along some directions only, the verdict is ``"inconclusive"``. Above five seconds a line on the
+            terminal names the present work. Default: no limit.
 
     Returns:
         The figures of the comparison, and a verdict.
@@ -223,9 +223,7 @@ def _checked(
             "there is no reference where lower_projection changes the solution of the lower problem, because the "
             "reference is that of the problem without it; check at an x where the projection changes nothing"
         )
-    clock.stage(0.6, 0.8)
     here = _repeated(lambda: case.estimate(None), truth.coordinates, repeats, clock)
-    clock.stage(0.8, 1.0)
     there = _repeated(lambda: case.estimate(truth.solutions), truth.coordinates, repeats, clock)
     norm, bias = float(truth.gradient.norm()), float((here.mean - truth.gradient).norm())
     error, at_solution = (_ratio(float((found.mean - truth.gradient).norm()), norm) for found in (here, there))
@@ -347,7 +345,7 @@ def _repeated(
     estimates: list[Tensor] = []
     figures: Mapping[str, Any] = {}
     while len(estimates) < repeats and not (len(estimates) >= 2 and clock.over):
-        clock.show(f"estimate {len(estimates) + 1} of {repeats}", len(estimates) / repeats)
+        clock.show(f"estimate {len(estimates) + 1} of {repeats}")
         try:
             found = estimate()
         except TimeUp:

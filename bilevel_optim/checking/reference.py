@@ -169,7 +169,6 @@ def _exact(truths: Sequence[_Truth], starts: Sequence[Vector], kind: str, faults
     """Compute the reference by implicit differentiation; compare it with differences of the first solved problem."""
     found = list[_Exact]()
     for k, (truth, start) in enumerate(zip(truths, starts, strict=True)):
-        truth.clock.stage(0.1 + 0.5 * k / len(truths), 0.1 + 0.5 * (k + 1) / len(truths))
         found.append(truth.exact(kind, truth.solve(start)[0]))
         if k == 0:
             gap, doubt = truth.gap(kind, found[0], faults)
@@ -184,13 +183,11 @@ def _by_differences(
 ) -> Reference:
     """Compute the reference along random directions, as many as there is time for."""
     x, clock, doubt = truths[0].oracle.x, truths[0].clock, ""
-    clock.stage(0.1, 0.2)
     solved = [truth.polished(truth.solve(start)[0]) for truth, start in zip(truths, starts, strict=True)]
     truths[0].require_lower_gradient(solved[0].y)
     rows, errors, probes = list[float](), list[float](), basis_or_normal(x, directions)
-    clock.stage(0.2, 0.6)
     for k, probe in enumerate(probes):
-        clock.show(f"differences along direction {k + 1} of {len(probes)}", k / len(probes))
+        clock.show(f"differences along direction {k + 1} of {len(probes)}")
         try:
             found = [truth.directional(probe, one.y) for truth, one in zip(truths, solved, strict=True)]
         except TimeUp:
@@ -296,7 +293,7 @@ class _Truth:
         )
         for k in range(10):
             self.clock.require("the lower problem was solved")
-            self.clock.show(f"lower solve, step {50 * k}", k / 10)
+            self.clock.show(f"lower solve, step {50 * k}")
             before = variables.clone()
             try:
                 solver.step(closure)  # type: ignore[no-untyped-call]
@@ -369,7 +366,7 @@ class _Truth:
 
         def product(v: Vector) -> Vector:
             self.clock.require("the lower problem was solved")
-            self.clock.show("lower solve, Newton steps", 0.9)
+            self.clock.show("lower solve, Newton steps")
             size = float(v.norm())
             if not size:
                 return v
@@ -410,7 +407,7 @@ class _Truth:
             nonlocal made
             made += 1
             self.clock.require("the implicit differentiation was done")
-            self.clock.show(f"implicit differentiation, product {made}", 0.9)
+            self.clock.show(f"implicit differentiation, product {made}")
             return self._products(y, v)[0]
 
         if not float(b.norm()):
@@ -527,7 +524,7 @@ class _Truth:
         """
         if self._unit > COARSE:
             return math.nan, ""
-        self.clock.show("a difference of the solved problem", 0.95)
+        self.clock.show("a difference of the solved problem")
         try:
             value, outcome, seen = self._compare_with_differences(found)
             if faults:
@@ -574,7 +571,6 @@ class _Truth:
 
     def require_repeatable(self, start: Vector) -> None:
         """Raise GradcheckError if a loss changes its value from call to call."""
-        self.clock.stage(0.0, 0.1)
         y = nearby(start, AWAY)  # where nothing is zero
         if not all(math.isfinite(float(value(y)[0])) for value in (self.lower, self.upper)):
             y = start

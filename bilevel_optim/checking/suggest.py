@@ -196,8 +196,8 @@ def suggest(
     indirect term out, is the control.
 
     *When.* Before the first run. Nothing is changed: parameters, ``.grad``, random state, module buffers and the
-    position in the data are as they were. Up to 16 batches of each loss represent the data. Above five seconds a bar
-    on the terminal shows the progress.
+    position in the data are as they were. Up to 16 batches of each loss represent the data. Above five seconds a line
+    on the terminal names the present work.
 
     *Cost*: about 20,000 gradients for each method and 40,000 for the two best, unless ``max_seconds`` ends the trials.
     With tasks up to eight times as many: the gradients of the tasks of a step, up to eight, count as one.
@@ -486,15 +486,13 @@ class _Search:
         self._most = max(self.start, first)
         self._all = {name: self._rates(name) for name in methods}
         left = dict(self._all)
-        for k, budget in enumerate(BUDGETS):
-            for j, (name, tries) in enumerate(left.items()):
-                self._clock.stage((k + j / len(left)) / 5, (k + (j + 1) / len(left)) / 5)
+        for budget in BUDGETS:
+            for name, tries in left.items():
                 left[name] = self._best(tries, budget)
         self._unmeasured = {name for name, tries in self._all.items() if not all([one.reach for one in tries])}
         found = sorted(left, key=lambda name: min((one.order for one in left[name]), default=(0, math.inf)))
         self._finalists = [*[name for name in found if name != "FirstOrder"][:FINALISTS], "FirstOrder"]
-        for j, name in enumerate(found):
-            self._clock.stage((3 + 2 * j / len(left)) / 5, (3 + 2 * (j + 1) / len(left)) / 5)
+        for name in found:
             self._conclude(name, left[name])
             if name not in self._found:
                 unmeasured = name in self._unmeasured
@@ -516,13 +514,13 @@ class _Search:
 
     # ------------------------------------------------------------------------------------------------ one method
 
-    def _sound(self, tries: Sequence[_Try], of: int, budget: int | None = None) -> list[_Try]:
-        """Run tries of one method, the first of so many, and return those that did not diverge.
+    def _sound(self, tries: Sequence[_Try], budget: int | None = None) -> list[_Try]:
+        """Run tries of one method, and return those that did not diverge.
 
         If none of a kind lowers the upper loss at this cost, smaller rates follow that did so at a smaller cost.
         """
-        for i, one in enumerate(tries):
-            self._clock.show(f"{one.name}, {one.kind} {one.settings['lr']:.2g}", i / of)
+        for one in tries:
+            self._clock.show(f"{one.name}, {one.kind} {one.settings['lr']:.2g}")
             self._tried(one, budget)
         found = [*tries]
         for kind in {one.kind for one in tries}:
@@ -535,7 +533,7 @@ class _Search:
 
     def _best(self, tries: Sequence[_Try], budget: int) -> list[_Try]:
         """Return the best tries of each kind, after a round at this cost."""
-        sound = sorted(self._sound(tries, len(tries), budget), key=lambda one: one.order)
+        sound = sorted(self._sound(tries, budget), key=lambda one: one.order)
         kept = KEPT if budget == BUDGETS[0] else 1
         return [one for kind in RATES for one in [t for t in sound if t.kind == kind][:kept]]
 
@@ -604,13 +602,13 @@ class _Search:
 
     def _conclude(self, name: str, tries: Sequence[_Try]) -> None:
         """Find the row of a method: its best update of x, with the best lower steps, a small bias, and a margin."""
-        sound = self._sound(tries, 8)
+        sound = self._sound(tries)
         if not sound:
             return
         best = min(sound, key=lambda one: one.order)
         for steps in STEPS if "lower_steps" in best.settings else ():
             if steps != STEPS[1]:
-                self._clock.show(f"{name}, {steps} lower steps", 0.3)
+                self._clock.show(f"{name}, {steps} lower steps")
                 other = self._tried(best.but(lower_steps=steps))
                 if other.loss < best.loss - 0.02 * abs(best.loss):
                     best = other
@@ -619,7 +617,7 @@ class _Search:
         for one in sound:
             options = {option: best.settings[option] for option in COUNTS if option in best.settings}
             kind, settled = one.kind, best if one.kind == best.kind else one.but(**options)
-            self._clock.show(f"{name}, {kind} with a larger rate", 0.8)
+            self._clock.show(f"{name}, {kind} with a larger rate")
             margin = self._with_margin(settled)
             if margin is not None:
                 rates[kind] = margin.settings["lr"]
@@ -638,7 +636,7 @@ class _Search:
             more: dict[str, Any] = {option: 3 * best.settings[option] for option in counts}
             if max(more.values()) > MOST_STEPS:
                 break
-            self._clock.show(f"{best.name}, more steps for a smaller bias", 0.5)
+            self._clock.show(f"{best.name}, more steps for a smaller bias")
             other = self._tried(best.but(**more))
             if not math.isfinite(other.loss):
                 break
@@ -659,7 +657,7 @@ class _Search:
         found = dict[str, float | None].fromkeys(("bias", "noise", "mebibytes"))
 
         def measure(optimizer: BilevelOptimizer) -> None:
-            self._clock.show(f"{one.name}: bias", 0.8)
+            self._clock.show(f"{one.name}: bias")
             found["bias"], found["noise"] = self._bias(optimizer, self._norms[one.name])
             found["mebibytes"] = largest_graph(
                 lambda: optimizer.step(self.trials.f, self.trials.g, tasks=self.trials.tasks)

@@ -187,7 +187,6 @@ def _slope(y: Sequence[Tensor], g: Objective) -> float:
 
 SECONDS = "Invalid {name} value: {value} (a positive number of seconds)"
 SILENT = 5.0  # seconds before anything is shown
-WIDTH = 20  # characters of the bar
 
 
 class TimeUp(Exception):
@@ -195,7 +194,7 @@ class TimeUp(Exception):
 
 
 class TimeLimit:
-    """A time limit, and a progress bar on the terminal.
+    """A time limit, and a line on the terminal that tells of long work.
 
     Args:
         seconds: time after which no new work begins.
@@ -205,7 +204,6 @@ class TimeLimit:
     def __init__(self, seconds: float = math.inf, name: str = "check_hypergradient") -> None:
         self._name = name
         self._start, self._seconds, self._last, self._shown = time.monotonic(), seconds, 0.0, 0
-        self._from, self._to = 0.0, 1.0
         self.note = ""  # a fact for the report if the time is up
         self.lenient = False  # True once a report can be made: its last evaluations are let through
 
@@ -229,19 +227,13 @@ class TimeLimit:
         if self.over:
             raise TimeUp(what)
 
-    def stage(self, begin: float, end: float) -> None:
-        """Set the part of the whole work that further progress refers to."""
-        self._from, self._to = begin, end
-
-    def show(self, text: str, part: float = 0.0) -> None:
-        """Show the current work and the finished part of the stage, if the tool takes long and runs on a terminal."""
+    def show(self, text: str) -> None:
+        """Show the current work, if the tool takes long and runs on a terminal."""
         spent = self.spent
         if spent < SILENT or spent - self._last < 0.2 or not sys.stderr.isatty():
             return
         limit = "" if math.isinf(self._seconds) else f" of {self._seconds:.0f}"
-        whole = self._from + (self._to - self._from) * min(part, 1.0)
-        bar = ("#" * int(WIDTH * whole)).ljust(WIDTH, ".")
-        line = f"{self._name} [{bar}] {whole:.0%}, {spent:.0f}{limit} s: {text}"
+        line = f"{self._name}, {spent:.0f}{limit} s: {text}"
         print(f"\r{line.ljust(self._shown)}", end="", file=sys.stderr, flush=True)
         self._last, self._shown = spent, len(line)
 
