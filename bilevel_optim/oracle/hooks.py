@@ -38,8 +38,8 @@ def require_callable(tensors: Sequence[Tensor], names: Callable[[], Sequence[str
             if getattr(getattr(hook, "__code__", None), "co_filename", None) == _OF_MANY:
                 raise ValueError(
                     f"parameter {names()[i]} has a hook that waits for the gradients of several tensors "
-                    "(register_multi_grad_hook), but a step differentiates many times, by torch.autograd.grad for some of "
-                    "them: use register_hook"
+                    "(register_multi_grad_hook), but a step differentiates many times, by torch.autograd.grad for some "
+                    "of them: use register_hook"
                 )
 
 
