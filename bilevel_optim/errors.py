@@ -42,10 +42,10 @@ PRODUCT = (
 
 
 class NonFiniteError(ArithmeticError):
-    """An oracle returned NaN or infinity; parameters and state are as they were before the call.
+    """An oracle or an update of x gave NaN or infinity; parameters and state are as they were before the call.
 
     Attributes:
-        oracle: name of the oracle, as in ``BilevelOptimizer.oracle_counts``.
+        oracle: name of the oracle, as in ``BilevelOptimizer.oracle_counts``, or ``"the update of x"``.
         step: index of the outer step, from 0.
         hint: advice of the method itself; empty if it has none.
     """

@@ -121,6 +121,8 @@ class PureStep:
             advance_buffers(here, estimate.lower)
         buffers = state["buffers"] if evaluation.left is None else evaluation.left
         moved = method.update(here.x, estimate.gradient, given.after(estimate)) if self.update else None
+        if moved is not None:
+            moved.check(session.checks)
         data.require_used()
         alerts, flags = session.checks.flags()
         return Results(

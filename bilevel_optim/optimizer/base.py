@@ -72,8 +72,8 @@ class BilevelOptimizer(Method):
         lower_projection: function that maps the list of the lower tensors' values after each lower step to the
             projected values, such as ``lambda y: [t.clamp(min=0) for t in y]``. It is differentiated where lower steps
             are. Implicit methods raise ValueError where it changes the solution. Default: None.
-        check_finite: raise `NonFiniteError` if an oracle returns NaN or infinity, before anything is written. Costs one
-            host synchronisation per step. Default: True.
+        check_finite: raise `NonFiniteError` if an oracle returns NaN or infinity, or an update of x in float16 does,
+            before anything is written. Costs one host synchronisation per step (two in float16). Default: True.
         check_derivatives: in the first step with new losses, and once more after ten steps, compare each derivative
             that the method takes with differences along a random direction, and raise `DerivativeError` if one is
             wrong. This costs about ten lower gradients, which are not counted. What cannot be decided, because of

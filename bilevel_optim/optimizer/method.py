@@ -21,7 +21,7 @@ from ..oracle.doors import PROJECTION, START, WatchedStart, leads, projection_re
 from ..oracle.hooks import any_hooks, called_once, require_callable, why_one_by_one
 from ..oracle.oracle import Oracle
 from ..oracle.probe import EACH_TIME, FIRST, JOINT, SECOND, check_derivatives
-from ..oracle.session import EvaluationOptions, LossFacts, Session
+from ..oracle.session import Checks, EvaluationOptions, LossFacts, Session
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import (
     LEVELS,
@@ -490,7 +490,16 @@ class Method(Options, Optimizer, ABC):
             read_only.require(type(self).__name__)
             if update:
                 require_update(new, type(self).__name__)
+        if new is not None:
+            self._require_range(new, inputs.steps)
         return estimate, new
+
+    def _require_range(self, update: Update, step: int) -> None:
+        """Raise if an update in float16 is not finite."""
+        if self.check_finite and update.narrow:
+            checks = Checks()
+            update.check(checks)
+            checks.verify(step, set())
 
     def _losses(self, oracle: Oracle, tasks: Any) -> tuple[Any, ...]:
         """Return what identifies the losses of a step: code, parameters, mode of modules, and the kind of problem."""
@@ -743,6 +752,7 @@ class Method(Options, Optimizer, ABC):
         if estimate is not None:
             inputs, numbers = inputs.after(estimate), numbers | estimate.numbers
         update = self.update(Vector(x).detach(), gradient, inputs)
+        self._require_range(update, max(inputs.steps - 1, 0))
         writes = writes_of(self.state, x, y, None, update)
         return [*writes, partial(vars(self).update, numbers=numbers | update.numbers)]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
 from ..oracle.oracle import Oracle
+from ..oracle.session import Checks
 from ..problem.parameters import Rate, rates_of
 from ..problem.tasks import LowerInit
 from ..problem.vector import Vector
@@ -40,6 +41,10 @@ __all__ = [
 
 CURVATURE = "curvature"  # entry of y's state that tasks share
 FACTOR = "auto_lr"  # entry of a group: its rate is a factor of the rate that follows the curvature
+OUT_OF_RANGE = (
+    "The gradient is finite, but the update along it leaves the range of float16. Keep the parameters in float32, with "
+    "autocast in the losses, or use a smaller lr. Adam's default eps=1e-8 is zero in float16: use eps=1e-4"
+)
 Groups = dict[str, list[dict[str, Any]]]  # the parameter groups of each level
 Start = Sequence[Tensor] | LowerInit | None  # start of lower solves; None: the usual one
 
@@ -251,3 +256,14 @@ class Update:
     numbers: dict[str, Any] = field(default_factory=dict)
     lower: Vector | None = None
     solver: Memory | None = None
+
+    @property
+    def narrow(self) -> list[Tensor]:
+        """Parts in float16; other types have so large a range that a step along finite gradients needs no look."""
+        solver = [t for entries in self.solver or () for t in entries.values() if isinstance(t, Tensor)]
+        return [t for t in (*self.x, *(self.lower or ()), *solver) if t.dtype == torch.float16]
+
+    def check(self, checks: Checks) -> None:
+        """Require that the parts in float16 are finite."""
+        if narrow := self.narrow:
+            checks.finite("the update of x", narrow, OUT_OF_RANGE)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -318,3 +319,63 @@ def test_rows_of_a_run_that_is_cast_to_bfloat16_stay_in_single_precision(cls):
         assert torch.bfloat16 not in kinds
         ends.append(x.detach().double())
     assert abs(float(ends[0] - ends[1])) < 0.03
+
+
+class Narrow(Given):
+    """f = |y - 1|^2 / 2 + 1e-5 x_0, and a lower solution that x_0 moves by a thousandth, in float16."""
+
+    def __init__(self, **options):
+        x, y = (torch.full((3,), v, dtype=torch.float16, requires_grad=True) for v in (-9.0, 0.0))
+        scale = torch.tensor([1e-3, 1.0, 1.0])
+        super().__init__(
+            [x],
+            [y],
+            lambda: (y.float() - 1).square().sum() / 2 + 1e-5 * x.float()[0],
+            lambda: (y.float() - scale * x.float()).square().sum() / 2,
+        )
+        self.optimizer = bo.AID([x], [y], lower_lr=0.1, lower_steps=3, **options)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_adam_in_float16_does_not_write_infinity(checked):
+    """Its eps is zero there: an entry whose squared gradient is zero too was divided by zero, and x was infinite."""
+    problem = Narrow(lr=0.1, upper_optimizer=torch.optim.Adam, check_finite=checked)
+    if not checked:
+        problem.run(problem.optimizer)
+        assert problem.x[0].isinf().any()
+        return
+    before = values(problem.x, problem.y)
+    with pytest.raises(bo.NonFiniteError, match="leaves the range of float16") as raised:
+        problem.run(problem.optimizer)
+    assert raised.value.oracle == "the update of x"
+    assert same(values(problem.x, problem.y), before)
+    assert not problem.optimizer.state
+    problem.optimizer.param_groups[0]["eps"] = 1e-4
+    problem.run(problem.optimizer, 3)
+    assert problem.x[0].isfinite().all()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("verb", ["step", "run", "backward"])
+def test_an_update_that_leaves_the_range_of_float16_changes_nothing(verb, captured):
+    problem = Narrow(lr=1e-3)
+    optimizer = problem.optimizer
+    if captured:
+        optimizer.compile(backend="aot_eager")
+    problem.run(optimizer, 4)
+    assert "compile_fallback" not in optimizer.diagnostics
+    optimizer.param_groups[0]["lr"] = 6e4
+    if verb == "backward":
+        optimizer.backward(*problem.losses)
+    before, state = values(problem.x, problem.y), str(optimizer.state_dict())
+    with pytest.raises(bo.NonFiniteError, match="the update of x at outer step 4"):
+        {
+            "step": partial(optimizer.step, *problem.losses),
+            "run": partial(optimizer.run, *problem.losses, steps=2),
+            "backward": optimizer.step,
+        }[verb]()
+    assert same(values(problem.x, problem.y), before)
+    assert str(optimizer.state_dict()) == state
+    optimizer.param_groups[0]["lr"] = 1e-3
+    problem.run(optimizer, 2)
+    assert problem.x[0].isfinite().all()
