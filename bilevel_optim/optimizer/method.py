@@ -490,13 +490,13 @@ class Method(Options, Optimizer, ABC):
             read_only.require(type(self).__name__)
             if update:
                 require_update(new, type(self).__name__)
-        if new is not None:
+        if new is not None and new.narrow:
             self._require_range(new, inputs.steps)
         return estimate, new
 
     def _require_range(self, update: Update, step: int) -> None:
         """Raise if an update in float16 is not finite."""
-        if self.check_finite and update.narrow:
+        if self.check_finite:
             checks = Checks()
             update.check(checks)
             checks.verify(step, set())
@@ -752,7 +752,8 @@ class Method(Options, Optimizer, ABC):
         if estimate is not None:
             inputs, numbers = inputs.after(estimate), numbers | estimate.numbers
         update = self.update(Vector(x).detach(), gradient, inputs)
-        self._require_range(update, max(inputs.steps - 1, 0))
+        if update.narrow:
+            self._require_range(update, max(inputs.steps - 1, 0))
         writes = writes_of(self.state, x, y, None, update)
         return [*writes, partial(vars(self).update, numbers=numbers | update.numbers)]
 
