@@ -117,11 +117,11 @@ class LowerChecks:
             )
 
     def warn_of_decay(self, group: Mapping[str, Any]) -> None:
-        """Warn of weight decay in a lower group, which the linear system ignores."""
+        """Warn of weight decay in a lower group, which the estimate ignores."""
         if group.get("weight_decay", self.probe().param_groups[0].get("weight_decay")):
             warn(
-                "weight_decay of the lower_optimizer is not part of the lower loss, so the linear system does not "
-                "include it and the hypergradient is biased; put the penalty into the lower loss instead"
+                "weight_decay of the lower_optimizer is not part of the lower loss, so the hypergradient leaves it out "
+                "and is biased; put the penalty into the lower loss instead"
             )
 
     def doors(self, groups: Sequence[Mapping[str, Any]], x: Sequence[Tensor]) -> dict[str, str]:
