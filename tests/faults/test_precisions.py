@@ -108,7 +108,7 @@ def rewritten(state, **entries):
 
 
 class Failing(bo.SOBA):
-    """An estimate that cannot be written."""
+    """An estimate or an update that cannot be written."""
 
     how = None
 
@@ -120,9 +120,13 @@ class Failing(bo.SOBA):
             return replace(found, lower=bo.Vector(t[:2] for t in found.lower))
         return found
 
+    def update(self, x, gradient, given):
+        found = super().update(x, gradient, given)
+        return replace(found, x=bo.Vector(t[:1] for t in found.x)) if self.how == "x" else found
+
 
 @pytest.mark.parametrize("done", [0, 1])
-@pytest.mark.parametrize(("how", "error"), [("gradient", RuntimeError), ("lower", ValueError)])
+@pytest.mark.parametrize(("how", "error"), [("gradient", RuntimeError), ("lower", ValueError), ("x", ValueError)])
 def test_a_write_that_raises_undoes_all(how, error, done):
     problem = Quadratic(n=4, m=2)
     f, g = (bo.Objective(lambda batch, loss=loss: loss() * batch, [1.0, 2.0, 3.0]) for loss in problem.losses)
