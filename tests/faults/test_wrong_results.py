@@ -94,6 +94,7 @@ def test_gradients_that_alias_are_not_written_into(cls, factory):
         close(a, b, 1e-6)
 
 
+@pytest.mark.usually("AID", "FirstOrder", "F2SA")
 @each(lambda row: not row.variant)
 def test_gradients_of_upper_parameters_can_be_clipped_in_place(row):
     """They are tensors of their own, dense, wherever the loss's gradients were one tensor or expanded."""
