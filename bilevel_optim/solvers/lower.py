@@ -155,7 +155,7 @@ class LowerRule:
         evaluates_once: a step evaluates the gradient only once (a line search may do so more often).
         rates: learning rate of each tensor.
         plain: the update is a gradient step and nothing else.
-        kind: class of the optimizer if its update is known; else `Optimizer`.
+        kind: class of the optimizer if its update is known; else ``Optimizer``.
         shapes: shapes of the tensors that the rule was made for.
         carried: the options that depend on upper parameters: group, name and value with its graph.
     """

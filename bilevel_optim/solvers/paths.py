@@ -71,7 +71,7 @@ class Paths:
         self._start, self._begun = start, False
 
     def at_once(self, n: int) -> int:
-        """Return how many of n paths run together; if all of them may, as many as `STACK` allows."""
+        """Return how many of n paths run together; if all of them may, as many as ``STACK`` allows."""
         session = self.oracle.session
         if self.oracle.sharded or not session.vmaps(self.oracle.lanes is not None) or session.doors & {OPTIONS, STEP}:
             return 1
