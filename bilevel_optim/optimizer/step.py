@@ -42,8 +42,8 @@ __all__ = [
 CURVATURE = "curvature"  # entry of y's state that tasks share
 FACTOR = "auto_lr"  # entry of a group: its rate is a factor of the rate that follows the curvature
 OUT_OF_RANGE = (
-    "The gradient is finite, but the update along it leaves the range of float16. Keep the parameters in float32, with "
-    "autocast in the losses, or use a smaller lr. Adam's default eps=1e-8 is zero in float16: use eps=1e-4"
+    "The step leaves the range of float16, or the .grad that it follows was not finite. Keep the parameters in float32 "
+    "with autocast in the losses, or use a smaller lr. Adam's default eps=1e-8 is zero in float16: use eps=1e-4"
 )
 Groups = dict[str, list[dict[str, Any]]]  # the parameter groups of each level
 Start = Sequence[Tensor] | LowerInit | None  # start of lower solves; None: the usual one

@@ -34,7 +34,7 @@ def require_callable(tensors: Sequence[Tensor], names: Callable[[], Sequence[str
                 "(register_post_accumulate_grad_hook), but a step accumulates none, so it would never be called: use "
                 "register_hook, or change x.grad between backward() and step()"
             )
-        for hook in [*(t._backward_hooks or {}).values()]:
+        for hook in t._backward_hooks.values() if t._backward_hooks else ():
             if getattr(getattr(hook, "__code__", None), "co_filename", None) == _OF_MANY:
                 raise ValueError(
                     f"parameter {names()[i]} has a hook that waits for the gradients of several tensors "

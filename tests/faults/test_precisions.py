@@ -385,3 +385,13 @@ def test_an_update_that_leaves_the_range_of_float16_changes_nothing(verb, captur
     optimizer.param_groups[0]["lr"] = 1e-3
     problem.run(optimizer, 2)
     assert problem.x[0].isfinite().all()
+
+
+def test_a_gradient_in_float16_that_is_not_finite_is_named():
+    problem = Narrow(lr=1e-3)
+    problem.optimizer.backward(*problem.losses)
+    problem.x[0].grad[1] = torch.inf
+    before = values(problem.x, problem.y)
+    with pytest.raises(bo.NonFiniteError, match=r"the update of x .*\.grad that it follows was not finite"):
+        problem.optimizer.step()
+    assert same(values(problem.x, problem.y), before)
